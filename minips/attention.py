@@ -1,0 +1,75 @@
+"""Attention of a ragged batch over the paged KV cache. Causality goes by slot order, never by position.
+
+Backend `gather`: each row's slots, in order, become one key and value sequence (a view where they are one run), then SDPA.
+Only filled slots are ever read, so junk in recycled pages cannot matter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AttentionRow:
+    """One sequence in a forward pass: `count` new tokens behind `past` cached ones.
+
+    slots: int64 [>= past + count], the flat pool slot (page * page_size + offset) of each token in order.
+    first_slot: the first slot if all of them are one contiguous run, else None.
+    """
+
+    slots: Tensor
+    past: int
+    count: int
+    first_slot: int | None = None
+
+
+class GatherAttention:
+    """Writes the new K and V of a batch into the pool and attends, layer by layer.
+
+    keys, values: per layer [num_pages, page_size, kv_heads, head_dim].
+    """
+
+    def __init__(self, keys: list[Tensor], values: list[Tensor], rows: list[AttentionRow]):
+        self.keys, self.values, self.rows = keys, values, rows
+        self.write_slots = torch.cat([row.slots[row.past : row.past + row.count] for row in rows])
+        self.masks = [_causal_mask(row) for row in rows]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [T, heads, head_dim]; k, v [T, kv_heads, head_dim], rotated already -> [T, heads, head_dim]."""
+        keys, values = self.keys[layer].flatten(0, 1), self.values[layer].flatten(0, 1)  # [slots, kv_heads, head_dim]
+        keys.index_copy_(0, self.write_slots, k.to(keys.dtype))
+        values.index_copy_(0, self.write_slots, v.to(values.dtype))
+        outputs, start = [], 0
+        for row, mask in zip(self.rows, self.masks):
+            outputs.append(self._attend(q[start : start + row.count], keys, values, row, mask))
+            start += row.count
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, row: AttentionRow, mask: Tensor | None) -> Tensor:
+        length = row.past + row.count
+        if row.first_slot is not None:
+            keys, values = keys[row.first_slot : row.first_slot + length], values[row.first_slot : row.first_slot + length]
+        else:
+            keys, values = keys.index_select(0, row.slots[:length]), values.index_select(0, row.slots[:length])
+        out = F.scaled_dot_product_attention(
+            q.transpose(0, 1)[None],
+            keys.to(q.dtype).transpose(0, 1)[None],
+            values.to(q.dtype).transpose(0, 1)[None],
+            attn_mask=mask,
+            is_causal=mask is None and row.count > 1,
+            enable_gqa=True,
+        )
+        return out[0].transpose(0, 1)
+
+
+def _causal_mask(row: AttentionRow) -> Tensor | None:
+    """Bool [count, past + count], lower-right aligned; None where SDPA needs none (one query) or its own flag will do (no past)."""
+    if row.count == 1 or row.past == 0:
+        return None
+    length = row.past + row.count
+    order = torch.arange(length, device=row.slots.device)
+    return order[None, :] <= order[row.past :, None]

@@ -1,0 +1,224 @@
+"""The two steps under every call: `feed` (ragged, chunked prefill) and `decode_rows` (one token a row and step).
+
+Pages for the worst case are reserved before the first forward; a `Writer` hands them to its branch on `commit` and gives
+them back on `abort`, so that a refused or broken call leaves the cache as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from .attention import AttentionRow, GatherAttention
+from .config import SamplingParams
+from .errors import MinipsError
+from .kv_cache import Branch, KVPool, Segment
+from .model import Model
+from .sampling import RowSampler, sample, token_logprobs
+from .tokenizer import StreamDecoder, Tokenizer
+
+
+class Writer:
+    """Extends a branch by one segment with room for `capacity` tokens; `hide` leaves the branch's last tokens unseen."""
+
+    def __init__(self, branch: Branch, capacity: int, role: str = "context", hide: int = 0):
+        pool = branch.pool
+        self.branch, self.pool, self.role = branch, pool, role
+        self.segment = Segment(pool.allocate(pool.pages_for(capacity)), 0, branch.next_position - hide, role)
+        past = [pool.slots(segment.pages, segment.length) for segment in branch.segments]
+        self.past = sum(map(len, past)) - hide
+        self.slots = torch.cat([*past, pool.slots(self.segment.pages, capacity)])
+        if hide:
+            self.slots = torch.cat((self.slots[: self.past], self.slots[self.past + hide :]))
+        steps = torch.arange(len(self.slots), device=self.slots.device) if len(self.slots) else self.slots
+        contiguous = len(self.slots) > 0 and bool((self.slots - self.slots[0] == steps).all())
+        self.first_slot = int(self.slots[0]) if contiguous else None
+
+    def row(self, count: int) -> AttentionRow:
+        return AttentionRow(self.slots, self.past + self.segment.length, count, self.first_slot)
+
+    def positions(self, count: int) -> range:
+        first = self.segment.start + self.segment.length
+        return range(first, first + count)
+
+    def commit(self, token_ids: list[int], stop_token: int | None = None) -> Segment:
+        """Give the first `len(token_ids)` tokens (and a cached stop token behind them) to the branch, the other pages back."""
+        segment, self.segment = self.segment, None
+        segment.length, segment.stop_token = len(token_ids), stop_token
+        used = self.pool.pages_for(segment.length + (stop_token is not None))
+        self.pool.release(segment.pages[used:])
+        segment.pages = segment.pages[:used]
+        self.branch.adopt(segment, token_ids)
+        return segment
+
+    def abort(self) -> None:
+        """Give every page back; nothing after `commit`."""
+        if self.segment is not None:
+            self.pool.release(self.segment.pages)
+            self.segment = None
+
+
+def open_writers(branches: Sequence[Branch], counts: Sequence[int], role: str, what: str, hide: int = 0) -> list[Writer]:
+    """One writer a branch, all or none: refused before any page is taken where they do not fit together."""
+    if not branches:
+        return []
+    pool: KVPool = branches[0].pool
+    pool.require(sum(pool.pages_for(count) for count in counts), what)
+    return [Writer(branch, count, role, hide) for branch, count in zip(branches, counts)]
+
+
+@torch.no_grad()
+def _forward(model: Model, writers: Sequence[Writer], ids: Sequence[Sequence[int]]) -> Tensor:
+    """Run new tokens of several sequences through the model and into the cache -> hidden [total tokens, hidden_size]."""
+    pool = writers[0].pool
+    attend = GatherAttention(pool.keys, pool.values, [writer.row(len(row)) for writer, row in zip(writers, ids)])
+    positions = [position for writer, row in zip(writers, ids) for position in writer.positions(len(row))]
+    tokens = [token for row in ids for token in row]
+    hidden = model(torch.tensor(tokens, device=pool.device), torch.tensor(positions, device=pool.device), attend)
+    for writer, row in zip(writers, ids):
+        writer.segment.length += len(row)
+    return hidden
+
+
+def feed(
+    model: Model, writers: Sequence[Writer], ids: Sequence[Sequence[int]], chunk: int, logits_from: Sequence[int] | None = None
+) -> Iterator[tuple[int, int, Tensor]]:
+    """Prefill every row, `chunk` tokens a forward pass, rows packed together.
+
+    Yields (row, index, logits fp32 [n, vocab]) for the tokens from `logits_from[row]` on (default: only the last).
+    """
+    starts = [len(row) - 1 for row in ids] if logits_from is None else logits_from
+    done = [0] * len(ids)
+    while any(done[i] < len(row) for i, row in enumerate(ids)):
+        batch, room = [], chunk  # (row, first, count)
+        for i, row in enumerate(ids):
+            count = min(len(row) - done[i], room)
+            if count > 0:
+                batch.append((i, done[i], count))
+                room -= count
+        hidden = _forward(model, [writers[i] for i, _, _ in batch], [ids[i][a : a + n] for i, a, n in batch])
+        offset = 0
+        for i, first, count in batch:
+            done[i] = first + count
+            wanted = max(starts[i], first)
+            if wanted < first + count:
+                with torch.no_grad():
+                    logits = model.logits(hidden[offset + wanted - first : offset + count])
+                yield i, wanted, logits
+            offset += count
+
+
+def prefill(model: Model, writers: Sequence[Writer], ids: Sequence[Sequence[int]], chunk: int) -> list[Tensor]:
+    """Feed and return the fp32 logits [vocab] of each row's last token."""
+    last: list[Tensor] = [None] * len(ids)
+    for row, _, logits in feed(model, writers, ids, chunk):
+        last[row] = logits[-1]
+    return last
+
+
+class DecodeRow:
+    """One sequence being decoded: parameters, random stream, text, and what came out so far."""
+
+    def __init__(
+        self,
+        writer: Writer,
+        params: SamplingParams,
+        stream: int | None,
+        limit: int,
+        stop_ids: frozenset[int],
+        valid_vocab: int,
+        tokenizer: Tokenizer | None,
+    ):
+        if params.stop and tokenizer is None:
+            raise MinipsError("SamplingParams: stop strings need a tokenizer, and this model folder has no tokenizer.json")
+        self.writer, self.params, self.limit, self.stop_ids = writer, params, limit, stop_ids
+        self.sampler = RowSampler(params, stream, writer.branch.token_ids, writer.branch.next_logits.shape[-1], valid_vocab)
+        self.decoder = StreamDecoder(tokenizer, params.stop) if tokenizer is not None else None
+        self.ids: list[int] = []
+        self.finish_reason: str | None = None
+        self.ended: str | None = None  # stop, length or stop_string
+        self.logprobs: list[dict[int, float]] | None = [] if params.logprobs else None
+        self.logits: list[Tensor] | None = [] if params.return_logits else None
+        self.last_logits: Tensor | None = writer.branch.next_logits
+        self.stop_token: int | None = None  # cached behind the kept tokens
+
+    @property
+    def text(self) -> str:
+        return self.decoder.text if self.decoder is not None else ""
+
+    def take(self, token: int, logits: Tensor) -> tuple[int | None, str]:
+        """Account for one sampled token -> (token or None where it ended the row, new text)."""
+        if self.logits is not None:
+            self.logits.append(logits)
+        if token in self.stop_ids:
+            self.finish_reason = self.ended = "stop"
+            return None, self.decoder.flush() if self.decoder is not None else ""
+        self.ids.append(token)
+        if self.logprobs is not None:
+            self.logprobs.append(token_logprobs(logits, token, self.params.logprobs))
+        piece = self.decoder.push(token) if self.decoder is not None else ""
+        if self.decoder is not None and self.decoder.stopped:
+            self._cut_at_stop_string()
+            return None, piece
+        if len(self.ids) == self.limit:
+            self.finish_reason = self.ended = "length"
+            piece += self.decoder.flush() if self.decoder is not None else ""
+            if self.decoder is not None and self.decoder.stopped:
+                self._cut_at_stop_string()
+        return token, piece
+
+    def _cut_at_stop_string(self) -> None:
+        self.finish_reason, self.ended = "stop", "stop_string"
+        del self.ids[self.decoder.kept_tokens :]
+        self.last_logits = None  # of a token that is no longer the last
+        if self.logprobs is not None:
+            del self.logprobs[len(self.ids) :]
+        if self.logits is not None:
+            del self.logits[len(self.ids) + 1 :]
+
+
+def decode_rows(model: Model, rows: Sequence[DecodeRow], drain: bool) -> Iterator[tuple[int, int | None, str]]:
+    """Decode until every row has ended; yields (row index, token or None, new text) as tokens come.
+
+    Finished rows leave the batch. With `drain` each first has its last token cached (a stop token as a spare one), so that
+    the branch can go on; without, the last token's K/V is not computed.
+    """
+    logits = torch.stack([row.last_logits for row in rows])
+    active = list(range(len(rows)))
+    for index, row in enumerate(rows):
+        if row.limit == 0:
+            row.finish_reason = row.ended = "length"
+    keep = [at for at, index in enumerate(active) if rows[index].finish_reason is None]
+    active, logits = [active[at] for at in keep], logits[keep]
+    while active:
+        tokens = sample(logits, [rows[index].sampler for index in active])
+        feeding: list[tuple[int, int]] = []
+        for at, (index, token) in enumerate(zip(active, tokens)):
+            row = rows[index]
+            kept, piece = row.take(token, logits[at])
+            yield index, kept, piece
+            wanted = row.finish_reason is None or (drain or row.logits is not None) and row.ended != "stop_string"
+            if row.ended == "stop":
+                row.last_logits = logits[at].clone()
+                wanted = drain and len(row.ids) < row.limit
+            if wanted:
+                feeding.append((index, token))
+        if not feeding:
+            break
+        hidden = _forward(model, [rows[index].writer for index, _ in feeding], [[token] for _, token in feeding])
+        with torch.no_grad():
+            logits = model.logits(hidden)
+        keep = []
+        for at, (index, token) in enumerate(feeding):
+            row = rows[index]
+            if row.finish_reason is None:
+                keep.append(at)
+            elif row.ended == "stop":
+                row.stop_token = token
+            else:
+                row.last_logits = logits[at].clone()
+                if row.logits is not None:
+                    row.logits.append(row.last_logits)
+        active, logits = [feeding[at][0] for at in keep], logits[keep]

@@ -1,0 +1,344 @@
+"""The engine: one model, one page pool, and the calls that make, extend and decode branches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from .answering import answer, score_ids
+from .chat import ChatFormat, detect_format, require_format
+from .config import EngineConfig, ModelConfig, SamplingParams, is_integer
+from .decoding import DecodeRow, Writer, decode_rows, open_writers, prefill
+from .errors import MinipsError
+from .hub import resolve_model
+from .kv_cache import Branch, KVPool, Segment, default_kv_tokens
+from .model import Model
+from .results import Result, Scores, TextStream
+from .tokenizer import Tokenizer
+from .weights import fingerprint, load_weights, resolve_device, resolve_dtype
+
+Prompt = str | list
+OnToken = Callable[[int, int | None, str], None]
+
+
+class Engine:
+    """See CONTRACT.md section 2. Build one with `Engine.from_pretrained`."""
+
+    def __init__(
+        self,
+        model: Model,
+        config: ModelConfig,
+        *,
+        tokenizer: Tokenizer | None = None,
+        chat: ChatFormat | None = None,
+        settings: EngineConfig = EngineConfig(),
+        folder: Path | None = None,
+    ):
+        self.model, self.config, self.tokenizer, self.chat = model, config, tokenizer, chat
+        self.settings, self.folder = settings, folder
+        weight = model.lm_head.weight
+        self.device, self.dtype = weight.device, weight.dtype
+        kv_dtype = self.dtype if settings.kv_dtype == "auto" else resolve_dtype(settings.kv_dtype, config)
+        shape = (settings.page_size, config.num_key_value_heads, config.head_dim)
+        self.kv_bytes_per_token = 2 * config.num_hidden_layers * shape[1] * shape[2] * kv_dtype.itemsize
+        tokens = settings.max_kv_tokens or default_kv_tokens(config.max_position_embeddings, self.kv_bytes_per_token, self.device)
+        pages = -(-tokens // settings.page_size) + 1  # and the null page
+        self.pool = KVPool(config.num_hidden_layers, pages, *shape, kv_dtype, self.device)
+        self.valid_vocab = min(config.vocab_size, tokenizer.vocab_size) if tokenizer is not None else config.vocab_size
+        self.stop_ids = frozenset(tokenizer.eos_token_ids if tokenizer is not None else config.eos_token_ids)
+        self.counters = dict.fromkeys(("prefilled_tokens", "decoded_tokens", "reused_tokens", "rerotated_tokens", "copied_tokens"), 0)
+        self._fingerprint: str | None = None
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path = "smollm2-135m",
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        kv_dtype: str = "auto",
+        page_size: int | None = None,
+        max_kv_tokens: int | None = None,
+        progress: bool = False,
+    ) -> Engine:
+        """Load a model by name, folder or hub id. dtype auto is the stored one; device auto takes CUDA where there is one."""
+        folder = resolve_model(str(model), progress=progress)
+        config = ModelConfig.from_folder(folder)
+        place = resolve_device(device)
+        page_size = page_size if page_size is not None else (64 if place.type == "cuda" else 16)
+        settings = EngineConfig(str(place), dtype, kv_dtype, page_size, max_kv_tokens)
+        tensors = load_weights(folder, config, dtype=resolve_dtype(dtype, config), device=place)
+        tokenizer = Tokenizer.from_folder(folder, config)
+        chat = detect_format(folder, tokenizer) if tokenizer is not None else None
+        network = Model.from_tensors(config, tensors)
+        return cls(network, config, tokenizer=tokenizer, chat=chat, settings=settings, folder=folder)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the weights and of the config fields that change the maths; computed when first asked for."""
+        if self._fingerprint is None:
+            self._fingerprint = fingerprint(self.folder, self.config) if self.folder else f"unsaved-{id(self.model):x}"
+        return self._fingerprint
+
+    # Prompts to ids
+
+    def encode_prompt(self, prompt: Prompt, kind: str, *, raw: bool = False, **chat_arguments: object) -> list[int]:
+        """Ids of a prompt. kind: full, prefix, branch or continuation, the pieces of `ChatFormat`."""
+        if isinstance(prompt, (list, tuple)) and all(map(is_integer, prompt)):
+            for token in prompt:
+                if not 0 <= token < self.config.vocab_size:
+                    raise MinipsError(f"token id {token} is outside the model's vocabulary of {self.config.vocab_size}")
+            return list(prompt)
+        if not isinstance(prompt, (str, list, tuple)):
+            raise MinipsError(f"prompt is {type(prompt).__name__}, expected a string, a list of messages or a list of token ids")
+        if self.tokenizer is None:
+            raise MinipsError(f"{self.folder}: no tokenizer.json, so prompts must be lists of token ids")
+        if raw:
+            if not isinstance(prompt, str):
+                raise MinipsError("raw prompts are strings; messages need the model's chat format")
+            if chat_arguments.get("system"):
+                raise MinipsError("raw=True cannot be combined with a system text; put it into the prompt")
+            return self.tokenizer.encode_raw(prompt) if kind in ("full", "prefix") else self.tokenizer.encode(prompt)
+        piece = getattr(require_format(self.chat), kind)
+        return piece(prompt, **chat_arguments)
+
+    def check_positions(self, first: int, count: int, what: str) -> None:
+        """Refuse `count` tokens from position `first` on where the model's limit is below that."""
+        if first + count > self.config.max_position_embeddings:
+            raise MinipsError(f"{what} needs {first + count} positions, the model's limit is {self.config.max_position_embeddings}")
+
+    def check_branches(self, branches: Sequence[Branch], call: str) -> list[Branch]:
+        """The handles as a list; refused where one is no branch of this engine, closed, or there twice."""
+        branches = [branches] if isinstance(branches, Branch) else list(branches)
+        for index, branch in enumerate(branches):
+            if not isinstance(branch, Branch):
+                raise MinipsError(f"{call}: item {index} is {type(branch).__name__}, expected a Branch")
+            if branch.owner is not self:
+                raise MinipsError(f"{call}: branch {index} belongs to another engine")
+            if branch.closed:
+                raise MinipsError(f"{call}: branch {index} is closed (merged or freed earlier)")
+        if len({id(branch) for branch in branches}) < len(branches):
+            raise MinipsError(f"{call}: the same branch is there twice")
+        return branches
+
+    # Making branches
+
+    def prefill(self, prompt: Prompt, *, system: str | None = None, raw: bool = False) -> Branch:
+        """Compute a root (c_sh). A string leaves its user turn open for `fork`."""
+        ids = self.encode_prompt(prompt, "prefix", raw=raw, system=system)
+        root = self._root(ids)
+        root.raw = raw
+        root.open_turn = isinstance(prompt, str) and not raw
+        root.fork_depth = len(root.segments)
+        return root
+
+    def _root(self, ids: list[int]) -> Branch:
+        if not ids:
+            raise MinipsError("prompt is empty: it has no tokens")
+        root = Branch(self.pool, self, [], [], 0)
+        try:
+            self.append([root], [ids])
+        except BaseException:
+            root.close()
+            raise
+        return root
+
+    def append(self, branches: Sequence[Branch], ids: Sequence[list[int]], role: str = "context") -> None:
+        """Feed ids to each branch as a new segment, in one ragged batch, with the base weights. All or nothing."""
+        jobs = [(branch, row) for branch, row in zip(branches, ids) if row]
+        for branch, row in jobs:
+            self.check_positions(branch.next_position, len(row), "the prompt")
+        writers = open_writers([b for b, _ in jobs], [len(row) for _, row in jobs], role, "the prompt")
+        try:
+            last = prefill(self.model, writers, [row for _, row in jobs], self.settings.prefill_chunk) if jobs else []
+            for (branch, row), writer, logits in zip(jobs, writers, last):
+                writer.commit(row)
+                branch.next_logits = logits
+                self.counters["prefilled_tokens"] += len(row)
+        finally:
+            for writer in writers:
+                writer.abort()
+
+    def fork(self, prefix: Branch, prompts: Sequence[Prompt]) -> list[Branch]:
+        """One branch a prompt on the prefix's pages (no copy), then c_br in one ragged batch. Equal prompts are computed once."""
+        self.check_branches([prefix], "fork")
+        if isinstance(prompts, str) or not isinstance(prompts, (list, tuple)):
+            raise MinipsError("fork: prompts must be a list with one prompt a branch")
+        ids = [self.encode_prompt(p, "branch", raw=prefix.raw, open_turn=prefix.open_turn) for p in prompts]
+        distinct = list(dict.fromkeys(map(tuple, ids)))
+        firsts: list[Branch] = []
+        branches: list[Branch] = []
+        try:
+            firsts.extend(prefix.child() for _ in distinct)
+            self.append(firsts, [list(row) for row in distinct])
+            unused = dict(zip(distinct, firsts))
+            for row in map(tuple, ids):
+                first = firsts[distinct.index(row)]
+                branch = unused.pop(row, None) or first.child()
+                branch.fork_depth, branch.open_turn = len(prefix.segments), False
+                branches.append(branch)
+        except BaseException:
+            for branch in (*firsts, *branches):
+                branch.close()
+            raise
+        self.counters["reused_tokens"] += prefix.num_cached * len(branches)
+        return branches
+
+    def extend(self, branches: Sequence[Branch], prompts: Sequence[Prompt]) -> list[Branch]:
+        """Append the next turn (user text, messages with tool results, or ids) to each branch; only it is prefilled."""
+        branches = self.check_branches(branches, "extend")
+        _same_count("extend", branches, prompts, "prompts")
+        ids = [self.encode_prompt(p, "continuation", raw=b.raw) for b, p in zip(branches, prompts)]
+        self.append(branches, ids)
+        for branch in branches:
+            branch.open_turn = False
+        return branches
+
+    def encode(self, branches: Sequence[Branch], outputs: Sequence[str | list[int]]) -> list[Branch]:
+        """Give each branch its z (text or ids) instead of decoding it; every token is kept."""
+        branches = self.check_branches(branches, "encode")
+        _same_count("encode", branches, outputs, "outputs")
+        ids = [self.encode_output(output) for output in outputs]
+        self.append(branches, ids, role="output")
+        for branch, row, output in zip(branches, ids, outputs):
+            branch.output_ids, branch.finish_reason = row, "given"
+            branch.text = output if isinstance(output, str) else self.tokenizer.decode(row) if self.tokenizer is not None else ""
+            if not row:
+                branch.adopt(Segment([], 0, branch.next_position, "output"), [])
+            branch.segments[-1].ended = "given"
+        return branches
+
+    def encode_output(self, output: str | list[int]) -> list[int]:
+        """Ids of plain text that follows in the same turn (no BOS, markers off), or ids as they are."""
+        if isinstance(output, str) and self.tokenizer is not None:
+            return self.tokenizer.encode(output)
+        return self.encode_prompt(output, "branch", raw=True)
+
+    # Decoding
+
+    def decode_row(
+        self, writer: Writer, params: SamplingParams, stream: int | None = None, limit: int | None = None
+    ) -> DecodeRow:
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.stop_ids)
+        limit = self.token_limit(writer.branch.next_position, params) if limit is None else limit
+        return DecodeRow(writer, params, stream, limit, stop_ids, self.valid_vocab, self.tokenizer)
+
+    def token_limit(self, next_position: int, params: SamplingParams) -> int:
+        """New tokens that may be made: each needs a position of its own below the model's limit."""
+        return max(0, min(params.max_tokens, self.config.max_position_embeddings - next_position))
+
+    def decode(
+        self, branches: Sequence[Branch], params: SamplingParams | Sequence[SamplingParams] | None = None, *, on_token: OnToken | None = None
+    ) -> list[Branch]:
+        """Decode all branches as rows of one batch. The same handles come back, now with z, every kept token cached.
+
+        `on_token(row, token_id, text)` sees each token as it comes; token_id is None where the row ended by a stop.
+        Greedy rows on the very same context are computed once. An exception in the callback leaves the branches as they were.
+        """
+        branches = self.check_branches(branches, "decode")
+        shared = params is None or isinstance(params, SamplingParams)
+        each = [params or SamplingParams()] * len(branches) if shared else list(params)
+        _same_count("decode", branches, each, "params")
+        self.ensure_logits(branches)
+        leaders: dict[object, list[int]] = {}
+        for index, (branch, row_params) in enumerate(zip(branches, each)):
+            context = tuple(map(id, branch.segments)) if row_params.greedy else index
+            leaders.setdefault((context, row_params), []).append(index)
+        groups = list(leaders.values())
+        firsts = [branches[group[0]] for group in groups]
+        limits = [self.token_limit(branch.next_position, each[group[0]]) for branch, group in zip(firsts, groups)]
+        writers = open_writers(firsts, limits, "output", f"decoding {len(firsts)} workers")
+        try:
+            rows = [
+                self.decode_row(writer, each[group[0]], group[0] if shared else None, limit)
+                for writer, group, limit in zip(writers, groups, limits)
+            ]
+            for at, token, piece in decode_rows(self.model, rows, drain=True) if rows else ():
+                for index in groups[at] if on_token is not None else ():
+                    on_token(index, token, piece)
+            for row, writer, group in zip(rows, writers, groups):
+                self._finish(row, writer, [branches[index] for index in group])
+        finally:
+            for writer in writers:
+                writer.abort()
+        return branches
+
+    def _finish(self, row: DecodeRow, writer: Writer, branches: list[Branch]) -> None:
+        segment = writer.commit(row.ids, row.stop_token)
+        segment.ended = row.ended
+        self.counters["decoded_tokens"] += len(row.ids)
+        for position, branch in enumerate(branches):
+            if position:
+                self.pool.retain(segment.pages)
+                branch.adopt(segment, row.ids)
+            branch.output_ids, branch.text, branch.finish_reason = list(row.ids), row.text, row.finish_reason
+            branch.next_logits, branch.logprobs, branch.open_turn = row.last_logits, row.logprobs, False
+            branch.logits = torch.stack(row.logits) if row.logits else None
+
+    def ensure_logits(self, branches: Sequence[Branch]) -> None:
+        """Recompute the last token of branches that have no logits to decode from (its stored K/V stays as it is)."""
+        missing = [branch for branch in branches if branch.next_logits is None]
+        for branch in missing:
+            if not branch.token_ids:
+                raise MinipsError("decode: the branch is empty: it has no tokens")
+        writers = open_writers(missing, [1] * len(missing), "context", "decoding", hide=1)
+        try:
+            if missing:
+                last = prefill(self.model, writers, [[b.token_ids[-1]] for b in missing], self.settings.prefill_chunk)
+                for branch, logits in zip(missing, last):
+                    branch.next_logits = logits
+        finally:
+            for writer in writers:
+                writer.abort()
+
+    # Single sequences
+
+    def generate(self, prompt: Prompt, params: SamplingParams | None = None, *, system: str | None = None, raw: bool = False) -> Result:
+        """Answer one prompt, plainly."""
+        return self.stream(prompt, params, system=system, raw=raw).finish()
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, system: str | None = None, raw: bool = False
+    ) -> TextStream:
+        """As `generate`, piece by piece."""
+        started = time.perf_counter()
+        ids = self.encode_prompt(prompt, "full", raw=raw, system=system)
+        return TextStream(answer(self, Branch(self.pool, self, [], [], 0), ids, params or SamplingParams(), self.model, started))
+
+    def score(self, prompt: Prompt, target: str | list[int], *, system: str | None = None, raw: bool = False) -> Scores:
+        """Log-probabilities of `target` (text or ids) as the answer to `prompt`."""
+        ids = self.encode_prompt(prompt, "full", raw=raw, system=system)
+        return score_ids(self, Branch(self.pool, self, [], [], 0), ids, self.encode_output(target), self.model)
+
+    # State
+
+    def stats(self) -> dict[str, int]:
+        """Counters since the start, and the pages of now (all counts; sizes in tokens)."""
+        pool = self.pool
+        return {
+            **self.counters,
+            "page_size": pool.page_size,
+            "total_pages": pool.num_pages - 1,
+            "free_pages": pool.num_free,
+            "used_pages": pool.num_pages - 1 - pool.num_free,
+            "open_branches": sum(not branch.closed for branch in pool.branches),
+            "kv_bytes_per_token": self.kv_bytes_per_token,
+        }
+
+    def check(self) -> bool:
+        """Recount every page (free + referenced = total, counts equal the open branches'); raises AssertionError if not."""
+        return self.pool.check()
+
+    def close(self) -> None:
+        """Close every branch of this engine."""
+        for branch in list(self.pool.branches):
+            branch.close()
+
+
+def _same_count(call: str, branches: Sequence, items: Sequence, what: str) -> None:
+    if isinstance(items, str) or not isinstance(items, (list, tuple)) or len(items) != len(branches):
+        found = len(items) if isinstance(items, (list, tuple)) else type(items).__name__
+        raise MinipsError(f"{call}: {len(branches)} branches but {found} {what}, expected one each, as a list")

@@ -1,0 +1,198 @@
+"""`python -m minips.generate TASK`: m workers explore a task together, a synthesizer answers from their KV caches."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from .chat import default_prompt, text_prompt
+from .config import SamplingParams
+from .engine import Engine
+from .errors import MinipsError
+from .hub import DEFAULT_MODEL
+from .kv_cache import Branch
+from .results import Result, TextStream, WorkerOutput
+from .synthesis import Synthesizer
+
+METHODS = ("parallel", "text")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m minips.generate",
+        description="Several workers of one model explore a task in parallel; a synthesizer answers from their KV caches.",
+    )
+    add = parser.add_argument
+    add("task", metavar="TASK", help="the question or task")
+    add("--model", default=DEFAULT_MODEL, help="name, folder or hub id (default: %(default)s)")
+    add("--workers", type=int, metavar="M", help="number of workers (default: 4, or one for each --worker-prompt)")
+    add("--worker-prompt", action="append", default=[], metavar="TEXT", help="what one worker is told besides the task; repeatable")
+    add("--prompt", metavar="TEXT", help="what the synthesizer is asked (default: restates the task)")
+    add("--system", metavar="TEXT", help="system text (default: the model's own)")
+    add("--method", choices=METHODS, default="parallel", help="parallel reads KV caches, text prefills the workers' text again")
+    add("--max-tokens", type=int, default=256, metavar="N", help="longest answer (default: %(default)s)")
+    add("--worker-tokens", type=int, default=256, metavar="N", help="longest worker output (default: %(default)s)")
+    sampling = parser.add_argument_group("sampling of the workers (the synthesizer is greedy unless --answer-temperature is set)")
+    add = sampling.add_argument
+    add("--temperature", type=float, default=0.7, help="default: %(default)s; 0 is greedy")
+    add("--top-p", type=float, default=0.95, help="default: %(default)s")
+    add("--top-k", type=int, default=0, help="default: off")
+    add("--min-p", type=float, default=0.0, help="default: off")
+    add("--repetition-penalty", type=float, default=1.0, help="of workers and answer (default: off)")
+    add("--answer-temperature", type=float, default=0.0, help="default: greedy")
+    add("--seed", type=int, default=0, help="default: %(default)s")
+    add("--stop", action="append", default=[], metavar="TEXT", help="a string that ends the answer; repeatable")
+    running = parser.add_argument_group("running")
+    add = running.add_argument
+    add("--device", default="auto", help="auto, cpu or cuda")
+    add("--dtype", default="auto", help="auto (as stored), bfloat16, float16 or float32")
+    add("--page-size", type=int, help="tokens a KV page")
+    add("--max-kv-tokens", type=int, help="size of the KV cache in tokens (default: from free memory)")
+    add("--json", action="store_true", help="print one JSON object instead of the answer")
+    add("--quiet", action="store_true", help="no progress and no figures on stderr")
+    return parser
+
+
+def worker_prompts(args: argparse.Namespace) -> list[str]:
+    """One prompt a worker; --workers must agree with the number of --worker-prompt where both are given."""
+    given = args.worker_prompt
+    if args.workers is not None and args.workers < 1:
+        raise MinipsError(f"--workers is {args.workers}, expected at least 1")
+    if given and args.workers not in (None, len(given)):
+        raise MinipsError(f"--workers is {args.workers}, but --worker-prompt was given {len(given)} times")
+    return given or [""] * (args.workers or 4)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out parsed arguments; the answer goes to stdout, everything else to stderr."""
+
+    def say(text: str) -> None:
+        if not args.quiet:
+            print(text, file=sys.stderr, flush=True)
+
+    if not args.task.strip():
+        raise MinipsError("TASK is empty")
+    prompts = worker_prompts(args)
+    common = {"repetition_penalty": args.repetition_penalty, "seed": args.seed}
+    worker_params = SamplingParams(
+        max_tokens=args.worker_tokens, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, min_p=args.min_p, **common
+    )
+    params = SamplingParams(max_tokens=args.max_tokens, temperature=args.answer_temperature, stop=args.stop, **common)
+    prompt = args.prompt if args.prompt is not None else default_prompt(args.task)
+    started = time.perf_counter()
+    engine = Engine.from_pretrained(
+        args.model,
+        device=args.device,
+        dtype=args.dtype,
+        page_size=args.page_size,
+        max_kv_tokens=args.max_kv_tokens,
+        progress=not args.quiet,
+    )
+    count = sum(parameter.numel() for parameter in engine.model.parameters())
+    dtype = str(engine.dtype).removeprefix("torch.")
+    say(f"{args.model}: {count / 1e6:.0f}M parameters, {dtype} on {engine.device}, loaded in {time.perf_counter() - started:.1f} s")
+    synthesizer = Synthesizer(engine)
+    synthesizer.check_room(args.task, prompts, prompt, worker_params, params, system=args.system)
+    with engine.prefill(args.task, system=args.system) as prefix:
+        branches = decode_workers(engine, prefix, prompts, worker_params, say)
+        workers = [WorkerOutput(b.text, list(b.output_ids), b.finish_reason, b.num_tokens - len(b.output_ids)) for b in branches]
+        try:
+            if args.method == "text":
+                asked = text_prompt(args.task, [worker.text for worker in workers], prompt)
+                stream = engine.stream(asked, params, system=args.system)
+            else:
+                stream = synthesizer.stream_from_caches(branches, prompt, params)
+            result = show_answer(stream, args.json)
+        finally:
+            for branch in branches:
+                branch.close()
+    result.workers = workers
+    if args.json:
+        print(json.dumps(describe(args, result, prompt, worker_params, params), ensure_ascii=False, indent=2))
+    say(figures(args.method, result))
+    return 0
+
+
+def decode_workers(engine: Engine, prefix: Branch, prompts: Sequence[str], params: SamplingParams, say) -> list[Branch]:
+    """Fork and decode the workers in one batch; one line for each as it ends."""
+    branches = engine.fork(prefix, prompts)
+    say(f"{len(branches)} workers, {prefix.num_tokens} tokens of shared prefix, up to {params.max_tokens} tokens each")
+    started = time.perf_counter()
+    engine.decode(branches, params)
+    seconds = time.perf_counter() - started
+    for index, branch in enumerate(branches):
+        tail = " ".join(branch.text.split())
+        tail = tail if len(tail) <= 70 else tail[:67] + "..."
+        say(f"  worker {index + 1}: {len(branch.output_ids)} tokens ({branch.finish_reason})  {tail}")
+    total = sum(len(branch.output_ids) for branch in branches)
+    say(f"  together {total} tokens in {seconds:.1f} s, {total / seconds:.0f} tokens/s")
+    return branches
+
+
+def show_answer(stream: TextStream, silent: bool) -> Result:
+    """Print the pieces as they come."""
+    for piece in stream:
+        if not silent:
+            print(piece, end="", flush=True)
+    if not silent:
+        print(flush=True)
+    return stream.result
+
+
+def figures(method: str, result: Result) -> str:
+    """The one line of figures."""
+    tokens, decode = len(result.token_ids), result.timings["decode"]
+    rate = f", {(tokens - 1) / decode:.0f} tokens/s" if tokens > 1 and decode > 0 else ""
+    reused = f"{result.reused_tokens} read from the cache, not prefilled again"
+    return f"{method}: {tokens} tokens{rate}, TTFT {result.ttft * 1000:.0f} ms, {result.prefilled_tokens} tokens prefilled, {reused}"
+
+
+def describe(
+    args: argparse.Namespace, result: Result, prompt: str, worker_params: SamplingParams, params: SamplingParams
+) -> dict[str, object]:
+    """The object that --json prints: the answer, the workers, the figures, and all that is needed to run it again."""
+    return {
+        "answer": result.text,
+        "finish_reason": result.finish_reason,
+        "token_ids": result.token_ids,
+        "workers": [asdict(worker) for worker in result.workers],
+        "ttft": result.ttft,
+        "timings": result.timings,
+        "prefilled_tokens": result.prefilled_tokens,
+        "reused_tokens": result.reused_tokens,
+        "model": args.model,
+        "method": args.method,
+        "task": args.task,
+        "system": args.system,
+        "worker_prompts": worker_prompts(args),
+        "prompt": prompt,
+        "worker_params": asdict(worker_params),
+        "params": asdict(params),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0 done, 1 refused or failed (one line), 2 bad usage, 130 Ctrl-C."""
+    args = build_parser().parse_args(argv)
+    warnings.showwarning = lambda message, *_, **__: print(f"minips: warning: {message}", file=sys.stderr)
+    try:
+        return run(args)
+    except MinipsError as error:
+        print(f"minips: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nminips: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of stdout went away: nobody is left to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

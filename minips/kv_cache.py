@@ -1,0 +1,222 @@
+"""The paged KV cache: a pool of pages with reference counts, segments on pages of their own, and branch handles.
+
+Invariant (`KVPool.check`): every page but the null page is either free or referenced, and each count equals the number of
+open branches whose segments stand on that page.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .errors import MinipsError
+
+
+@dataclass(eq=False)
+class Segment:
+    """A run of tokens on pages of its own, with one RoPE origin. Segments are shared by identity.
+
+    `length` tokens stand in `pages`; `start` is the position of the first. `role`: context (given) or output (a worker's z).
+    `ended`: how an output ended: stop, length, stop_string or given. `stop_token`: its id if it is cached right behind
+    `length`. `moves` counts the rotations that its stored keys have been through.
+    """
+
+    pages: list[int]
+    length: int
+    start: int
+    role: str = "context"
+    ended: str | None = None
+    stop_token: int | None = None
+    moves: int = 0
+
+
+class KVPool:
+    """Per layer one K and one V tensor [num_pages, page_size, kv_heads, head_dim]. Page 0 is the null page."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ):
+        shape = (num_pages, page_size, kv_heads, head_dim)
+        self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        for tensor in (*self.keys, *self.values):
+            tensor[0].zero_()
+        self.page_size, self.num_pages, self.device = page_size, num_pages, torch.device(device)
+        self.ref_count = [0] * num_pages
+        self._free = [(1, num_pages - 1)] if num_pages > 1 else []  # sorted runs (first page, count)
+        self.branches: weakref.WeakSet[Branch] = weakref.WeakSet()
+
+    @property
+    def num_free(self) -> int:
+        return sum(count for _, count in self._free)
+
+    def pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def require(self, pages: int, what: str) -> None:
+        """Refuse before anything is done if `pages` are not free."""
+        if pages > self.num_free:
+            size, total = self.page_size, self.num_pages - 1
+            raise MinipsError(
+                f"KV cache: {what} needs {pages} pages of {size} tokens, {self.num_free} of {total} are free; "
+                "close branches, lower max_tokens or raise max_kv_tokens"
+            )
+
+    def allocate(self, pages: int) -> list[int]:
+        """Take pages with count 1, as one contiguous run where one is free (smallest that fits), else the largest runs."""
+        self.require(pages, "this allocation")
+        taken: list[int] = []
+        while len(taken) < pages:
+            missing = pages - len(taken)
+            fitting = [run for run in self._free if run[1] >= missing]
+            first, count = min(fitting, key=lambda run: run[1]) if fitting else max(self._free, key=lambda run: run[1])
+            self._free.remove((first, count))
+            used = min(count, missing)
+            if used < count:
+                self._insert(first + used, count - used)
+            taken.extend(range(first, first + used))
+        for page in taken:
+            self.ref_count[page] = 1
+        return taken
+
+    def retain(self, pages: list[int]) -> None:
+        for page in pages:
+            assert self.ref_count[page] > 0, f"page {page} is free"
+            self.ref_count[page] += 1
+
+    def release(self, pages: list[int]) -> None:
+        for page in pages:
+            assert self.ref_count[page] > 0, f"page {page} is free already"
+            self.ref_count[page] -= 1
+            if self.ref_count[page] == 0:
+                self._insert(page, 1)
+
+    def _insert(self, first: int, count: int) -> None:
+        at = bisect_left(self._free, (first, 0))
+        if at < len(self._free) and self._free[at][0] == first + count:
+            count += self._free.pop(at)[1]
+        if at > 0 and sum(self._free[at - 1]) == first:
+            first, count = self._free[at - 1][0], count + self._free.pop(at - 1)[1]
+            at -= 1
+        self._free.insert(at, (first, count))
+
+    def slots(self, pages: list[int], length: int) -> Tensor:
+        """Flat slots int64 [length] of the tokens that stand in `pages`, in order, on the pool's device."""
+        table = torch.tensor(pages, dtype=torch.int64)
+        offsets = torch.arange(self.page_size)
+        return (table[:, None] * self.page_size + offsets).flatten()[:length].to(self.device)
+
+    def copy(self, segment: Segment, first: int, length: int) -> Segment:
+        """A segment of its own (count 1) holding `length` cached tokens of `segment` from token `first` on."""
+        pages = self.allocate(self.pages_for(length))
+        source, target = self.slots(segment.pages, first + length)[first:], self.slots(pages, length)
+        for tensor in (*self.keys, *self.values):
+            flat = tensor.flatten(0, 1)
+            flat.index_copy_(0, target, flat.index_select(0, source))
+        return Segment(pages, length, segment.start + first, segment.role, segment.ended, moves=segment.moves)
+
+    def check(self) -> bool:
+        """Recount everything; raises AssertionError where a page is lost, doubly held or freed under a branch."""
+        free = [page for first, count in self._free for page in range(first, first + count)]
+        referenced = [page for page in range(1, self.num_pages) if self.ref_count[page] > 0]
+        assert not set(free) & set(referenced), "a page is free and referenced"
+        assert len(set(free)) == len(free) and len(free) + len(referenced) == self.num_pages - 1, "a page is lost or free twice"
+        held = Counter(page for branch in self.branches for segment in branch.segments for page in segment.pages)
+        assert held == Counter({page: self.ref_count[page] for page in referenced}), "counts differ from the branches' pages"
+        return True
+
+
+class Branch:
+    """A handle on one sequence: its segments, its token ids and what it decoded. A context manager; `close` returns its pages.
+
+    token_ids: all ids, cached in order. output_ids: z, the last decoded span. text: z as text. finish_reason: stop, length,
+    given (`Engine.encode`) or None before decoding. logprobs and logits: those of z, if its params asked for them.
+    fork_depth: how many leading segments it inherited from the branch it was forked from.
+    """
+
+    def __init__(self, pool: KVPool, owner: object, segments: list[Segment], token_ids: list[int], next_position: int):
+        self.pool, self.owner = pool, owner
+        self.segments, self.token_ids, self.next_position = list(segments), list(token_ids), next_position
+        for segment in self.segments:
+            pool.retain(segment.pages)
+        self.fork_depth = len(self.segments)
+        self.output_ids: list[int] = []
+        self.text = ""
+        self.finish_reason: str | None = None
+        self.logprobs: list[dict[int, float]] | None = None
+        self.logits: Tensor | None = None
+        self.next_logits: Tensor | None = None  # fp32 [vocab] of the last cached token; None: computed when needed
+        self.raw = False  # string prompts are plain text, as the root's was
+        self.open_turn = False  # the last chat turn is an open user turn
+        self.closed = False
+        pool.branches.add(self)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_cached(self) -> int:
+        return sum(segment.length for segment in self.segments)
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the weights that made the K/V."""
+        return self.owner.fingerprint
+
+    def adopt(self, segment: Segment, token_ids: list[int]) -> None:
+        """Append a segment whose pages the caller already holds for this branch."""
+        self.segments.append(segment)
+        self.token_ids.extend(token_ids)
+        self.next_position = segment.start + segment.length
+
+    def child(self) -> Branch:
+        """A new handle on the same pages (counts + 1, no copy)."""
+        branch = Branch(self.pool, self.owner, self.segments, self.token_ids, self.next_position)
+        branch.raw, branch.open_turn, branch.next_logits = self.raw, self.open_turn, self.next_logits
+        return branch
+
+    def close(self) -> None:
+        """Return the pages; a second close does nothing."""
+        if not self.closed:
+            self.closed = True
+            for segment in self.segments:
+                self.pool.release(segment.pages)
+            self.segments, self.next_logits = [], None
+
+    def __enter__(self) -> Branch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "closed", True) is False:
+            self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"{self.num_cached} cached"
+        return f"Branch({self.num_tokens} tokens, {state}, {len(self.output_ids)} decoded, finish_reason={self.finish_reason!r})"
+
+
+def default_kv_tokens(max_positions: int, bytes_per_token: int, device: torch.device) -> int:
+    """A third of the free memory, at most sixteen full contexts (of 8192 tokens at most). Memory is touched only when used."""
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        names = [name for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES") if name in os.sysconf_names]
+        free = os.sysconf(names[0]) * os.sysconf("SC_PAGE_SIZE")
+    return max(256, min(16 * min(max_positions, 8192), free // 3 // bytes_per_token))

@@ -1,0 +1,98 @@
+"""What calls return."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from .errors import MinipsError
+
+TIMING_KEYS = ("rerotate", "map", "prefill", "first_token", "decode")
+
+
+@dataclass
+class Result:
+    """A generated answer.
+
+    finish_reason: stop or length. ttft: seconds from the call (tokenization, re-rotation, mapping and the prompt's prefill
+    included) to the first token id on the host. timings: seconds by part. logprobs: per token {id: log-probability}.
+    logits: fp32 [prompt + generated, vocab], row i predicts token i + 1. prefilled_tokens were computed for this answer,
+    reused_tokens were read from the cache. seed: the one in force. workers: what each worker wrote (`Synthesizer.run`).
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    ttft: float
+    timings: dict[str, float]
+    num_branches: int = 0
+    branch_tokens: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, float]] | None = None
+    logits: object | None = None
+    prefilled_tokens: int = 0
+    reused_tokens: int = 0
+    seed: int | None = None
+    workers: list[WorkerOutput] = field(default_factory=list)
+
+
+@dataclass
+class WorkerOutput:
+    """What one worker wrote, kept after its branch is consumed."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    prompt_tokens: int
+
+
+@dataclass
+class Scores:
+    """Log-probabilities of a given target: logprobs[i] is that of token_ids[i], natural log; greedy[i]: it was the likeliest."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    greedy: list[bool]
+
+    @property
+    def mean_nll(self) -> float:
+        """Mean negative log-likelihood in nats a token."""
+        return -sum(self.logprobs) / len(self.logprobs)
+
+
+class TextStream:
+    """Iterator of text pieces; `.result` holds the Result once it is exhausted. `close` (or leaving `with`) ends it early."""
+
+    def __init__(self, generator):
+        self._generator, self._result = generator, None
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        try:
+            return next(self._generator)
+        except StopIteration as stop:
+            if stop.value is not None:
+                self._result = stop.value
+            raise StopIteration from None
+
+    @property
+    def result(self) -> Result:
+        if self._result is None:
+            raise MinipsError("TextStream: result asked for before the stream was read to its end")
+        return self._result
+
+    def finish(self) -> Result:
+        """Read to the end and return the Result."""
+        for _ in self:
+            pass
+        return self.result
+
+    def close(self) -> None:
+        self._generator.close()
+
+    def __enter__(self) -> TextStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,44 @@
+"""Rotary position embedding, half-split layout: pairs are (i, i + head_dim/2), as in Hugging Face weights.
+
+Angles are computed in fp64 from fp32 frequencies and tables are fp32, so nothing here depends on the model's dtype.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .config import RopeConfig
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Frequencies fp32 [head_dim / 2], theta^(-2i/head_dim), with the llama3 scaling of the Llama 3.1 model card if set."""
+    frequencies = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    if rope.type == "llama3":
+        wavelength = 2 * math.pi / frequencies
+        turns = rope.original_max_position_embeddings / wavelength
+        blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        blend = blend.clamp(0.0, 1.0)  # 1 keeps a high frequency, 0 divides a low one by the factor
+        frequencies = frequencies * (blend + (1 - blend) / rope.factor)
+    return frequencies.to(torch.float32)
+
+
+class Rope:
+    """cos and sin tables for any positions, negative ones included (a move of keys by -5 is the rotation of position -5)."""
+
+    def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device | str = "cpu"):
+        self.inv_freq = inverse_frequencies(rope, head_dim).to(device)
+        self._frequencies = self.inv_freq.double()
+
+    def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions int [T] -> cos, sin, fp32 [T, 1, head_dim / 2] (broadcast over heads)."""
+        angles = positions.to(torch.float64)[:, None, None] * self._frequencies
+        return angles.cos().float(), angles.sin().float()
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x [T, heads, head_dim] by tables [T or 1, 1, head_dim / 2]; fp32 inside, rounded once to x's dtype."""
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -1,0 +1,216 @@
+"""The synthesizer: merge worker branches by their page tables, prefill only its own prompt, answer."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+
+from .answering import answer, score_ids
+from .chat import default_prompt
+from .config import MergeOptions, SamplingParams
+from .engine import Engine, OnToken, Prompt
+from .errors import MinipsError
+from .kv_cache import Branch
+from .merge import apply_plan, plan_merge
+from .results import Result, Scores, TextStream, WorkerOutput
+
+
+class Context:
+    """Merged branches, ready to be asked (more than once). A context manager; `close` returns its pages.
+
+    num_branches and branch_tokens count what was merged; timings are the merge's seconds.
+    """
+
+    def __init__(self, branch: Branch, owner: Synthesizer, branch_tokens: list[int], timings: dict[str, float]):
+        self.branch, self.owner = branch, owner
+        self.branch_tokens, self.timings = branch_tokens, timings
+
+    @property
+    def num_branches(self) -> int:
+        return len(self.branch_tokens)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.branch.token_ids
+
+    @property
+    def closed(self) -> bool:
+        return self.branch.closed
+
+    def close(self) -> None:
+        self.branch.close()
+
+    def __enter__(self) -> Context:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Synthesizer:
+    """Answers from worker branches (arXiv 2606.14672). `options`: MergeOptions or a dict of its fields."""
+
+    def __init__(self, engine: Engine, *, options: MergeOptions | dict | None = None):
+        self.engine = engine
+        self.options = MergeOptions.from_dict(options) if isinstance(options, dict) else options or MergeOptions()
+        self.model = engine.model
+
+    def merge(self, branches: Sequence[Branch], *, consume: bool = True, prefix: Branch | None = None) -> Context:
+        """Make one context of the branches: re-rotated in place, joined by page tables, nothing prefilled.
+
+        consume: the branches are closed and their pages changed in place; without, the context works on copies of what it
+        changes. prefix: c_sh for an empty list of branches. A merge that fails half-way closes the branches it consumed.
+        """
+        engine, pool = self.engine, self.engine.pool
+        branches = engine.check_branches(branches, "merge")
+        if prefix is not None:
+            engine.check_branches([prefix], "merge")
+        if not branches and (prefix is None or not self.options.keep_prefix):
+            raise MinipsError("merge: no branches were given, and no prefix is kept")
+        lossy = pool.keys[0].dtype.itemsize < 4
+        plan = plan_merge(branches, self.options, engine.config.max_position_embeddings, prefix, lossy=lossy)
+        for index in plan.skipped:
+            warnings.warn(f"merge: branch {index} is empty (it stopped at once) and is skipped", stacklevel=2)
+        if not branches:
+            warnings.warn("merge: no branches were given; the context is the prefix alone", stacklevel=2)
+        copies = engine.counters["copied_tokens"]
+        timings = {"rerotate": 0.0, "map": 0.0}
+        consumed = branches if consume else []
+        raw = (branches[0] if branches else prefix).raw
+        try:
+            segments = apply_plan(plan, pool, engine.model.rope, consumed, timings, engine.counters)
+        except MinipsError:  # refused before anything was changed
+            raise
+        except BaseException as error:
+            for branch in consumed:
+                branch.close()
+            note = f"; the {len(consumed)} branches it consumed are closed" if consumed else ""
+            if isinstance(error, Exception):
+                raise MinipsError(f"merge failed half-way ({type(error).__name__}: {error}){note}") from error
+            raise
+        branch = Branch(pool, engine, segments, [*plan.prefix_ids, *plan.token_ids], plan.next_position)
+        for segment in segments:
+            pool.release(segment.pages)  # the branch holds them now
+        branch.raw = raw
+        for spent in consumed:
+            spent.close()
+        engine.counters["reused_tokens"] += branch.num_cached - (engine.counters["copied_tokens"] - copies)
+        return Context(branch, self, plan.branch_tokens, timings)
+
+    def _prompt_ids(self, context: Context, prompt: Prompt) -> list[int]:
+        if context.owner is not self:
+            raise MinipsError("this context was merged by another Synthesizer; its K/V belong to that one's mapper and weights")
+        if context.closed:
+            raise MinipsError("this context is closed")
+        return self.engine.encode_prompt(prompt, "continuation", raw=context.branch.raw)
+
+    def _answer(self, context: Context, prompt: Prompt, params: SamplingParams | None, started: float) -> Iterator[str]:
+        ids = self._prompt_ids(context, prompt)
+        child = context.branch.child()
+        result = yield from answer(self.engine, child, ids, params or SamplingParams(), self.model, started, context.timings)
+        result.num_branches, result.branch_tokens = context.num_branches, list(context.branch_tokens)
+        return result
+
+    def _answer_and_close(
+        self, branches: Sequence[Branch], prompt: Prompt, params: SamplingParams | None, consume: bool
+    ) -> Iterator[str]:
+        started = time.perf_counter()
+        with self.merge(branches, consume=consume) as context:
+            return (yield from self._answer(context, prompt, params, started))
+
+    def generate_from_caches(
+        self, kv_list: Sequence[Branch], prompt: Prompt, params: SamplingParams | None = None, *, consume: bool = True
+    ) -> Result:
+        """Merge the branches and answer `prompt` from their K/V; TTFT counts from here, merge and tokenization included."""
+        return TextStream(self._answer_and_close(kv_list, prompt, params, consume)).finish()
+
+    def stream_from_caches(
+        self, kv_list: Sequence[Branch], prompt: Prompt, params: SamplingParams | None = None, *, consume: bool = True
+    ) -> TextStream:
+        """As `generate_from_caches`, piece by piece; the merge starts with the first piece asked for."""
+        return TextStream(self._answer_and_close(kv_list, prompt, params, consume))
+
+    def generate(
+        self,
+        *,
+        context: Context | None = None,
+        prompt: Prompt | None = None,
+        text: Prompt | None = None,
+        params: SamplingParams | None = None,
+        adapted: bool = False,
+    ) -> Result:
+        """Ask a merged context (again): `context` and `prompt`. Or the text interface: `text`, base weights unless `adapted`."""
+        started = time.perf_counter()
+        if (context is None) == (text is None) or (context is None) != (prompt is None):
+            raise MinipsError("generate: give either context= and prompt=, or text=")
+        if context is not None:
+            return TextStream(self._answer(context, prompt, params, started)).finish()
+        engine = self.engine
+        ids = engine.encode_prompt(text, "full")
+        model = self.model if adapted else engine.model
+        return TextStream(answer(engine, Branch(engine.pool, engine, [], [], 0), ids, params or SamplingParams(), model, started)).finish()
+
+    def score(self, context: Context, prompt: Prompt, target: str | list[int]) -> Scores:
+        """Log-probabilities of `target` as the answer to `prompt` over a merged context, which stays open."""
+        ids = self._prompt_ids(context, prompt)
+        return score_ids(self.engine, context.branch.child(), ids, self.engine.encode_output(target), self.model)
+
+    def run(
+        self,
+        task: Prompt,
+        prompts: Sequence[Prompt],
+        prompt: Prompt | None = None,
+        *,
+        worker_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: SamplingParams | None = None,
+        on_token: OnToken | None = None,
+    ) -> Result:
+        """The whole job: prefill the task, fork one worker a prompt, decode them together, synthesize.
+
+        prompt None restates the task. on_token sees the workers' tokens. The result's `workers` holds what they wrote.
+        """
+        if prompt is None:
+            if not isinstance(task, str):
+                raise MinipsError("run: the default synthesizer prompt restates a task given as text; give prompt=")
+            prompt = default_prompt(task)
+        engine, params = self.engine, params or SamplingParams()
+        self.check_room(task, prompts, prompt, worker_params, params)
+        branches: list[Branch] = []
+        with engine.prefill(task) as prefix:
+            try:
+                branches = engine.fork(prefix, prompts)
+                prompt_tokens = [branch.num_tokens for branch in branches]
+                engine.decode(branches, worker_params, on_token=on_token)
+                workers = [
+                    WorkerOutput(branch.text, list(branch.output_ids), branch.finish_reason, count)
+                    for branch, count in zip(branches, prompt_tokens)
+                ]
+                result = self.generate_from_caches(branches, prompt, params)
+                result.workers = workers
+                return result
+            finally:
+                for branch in branches:
+                    branch.close()
+
+    def check_room(
+        self,
+        task: Prompt,
+        prompts: Sequence[Prompt],
+        prompt: Prompt,
+        worker_params: SamplingParams | Sequence[SamplingParams] | None,
+        params: SamplingParams,
+        *,
+        system: str | None = None,
+    ) -> None:
+        """Refuse before the first forward what cannot fit the page pool: workers and synthesizer together, at their longest."""
+        engine, pages = self.engine, self.engine.pool.pages_for
+        open_turn = isinstance(task, str)
+        prefix = len(engine.encode_prompt(task, "prefix", system=system))
+        owns = [len(engine.encode_prompt(p, "branch", open_turn=open_turn)) for p in prompts]
+        shared = worker_params is None or isinstance(worker_params, SamplingParams)
+        each = [worker_params or SamplingParams()] * len(owns) if shared else list(worker_params)
+        workers = sum(pages(own) + pages(engine.token_limit(prefix + own, row)) for own, row in zip(owns, each))
+        u = len(engine.encode_prompt(prompt, "continuation"))
+        needed = pages(prefix) + workers + pages(u) + pages(engine.token_limit(prefix + u, params))
+        engine.pool.require(needed, f"a run of {len(owns)} workers and a synthesizer")
