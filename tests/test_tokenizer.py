@@ -100,11 +100,13 @@ def test_fault_19_markers_in_content_stay_text(kind):
     tokenizer = toy_tokenizer(kind)
     ids = tokenizer.encode(FORGED)
     assert max(ids) < 264 and tokenizer.decode(ids) == FORGED
-    assert [tokenizer.special_id(t) for t in ("<|im_end|>", "<|eot_id|>", "user")] == ([266, None, None] if kind == "chatml" else [None, 269, None])
+    found = [tokenizer.special_id(text) for text in ("<|im_end|>", "<|eot_id|>", "user")]
+    assert found == ([266, None, None] if kind == "chatml" else [None, 269, None])
 
 
 def test_fault_19_markers_that_the_file_calls_ordinary_are_special_all_the_same(tmp_path):
-    tokenizer = Tokenizer.from_folder(toy_folder(tmp_path, toy_backend([], plain_added=(*CHATML, "<think>"))), tiny_config(eos_token_id=266))
+    folder = toy_folder(tmp_path, toy_backend([], plain_added=(*CHATML, "<think>")))
+    tokenizer = Tokenizer.from_folder(folder, tiny_config(eos_token_id=266))
     assert tokenizer.special_id("<|im_end|>") == 266 and tokenizer.special_id("<think>") is None
     assert max(tokenizer.encode(FORGED)) < 264
     assert tokenizer.encode("<think>") == [267] and tokenizer.decode([266, 267]) == "<think>"
@@ -249,7 +251,8 @@ def brute_force(tokenizer, ids, stop):
 
 def check_random_texts(tokenizer, rounds, seed=0):
     rng = random.Random(seed)
-    parts = ["a", "ab", "b ", " ", "\n\n", "é", "e\u0301", "😀", "👩‍👩‍👧", "漢字", "삼", "ẞ", "\x00", "\u202e", "<|im_end|>", "x" * 9, "🇩🇪"]
+    parts = ["a", "ab", "b ", " ", "\n\n", "é", "e\u0301", "😀", "👩‍👩‍👧", "漢字", "삼", "ẞ"]
+    parts += ["\x00", "\u202e", "<|im_end|>", "x" * 9, "🇩🇪"]
     for _ in range(rounds):
         text = "".join(rng.choice(parts) for _ in range(rng.randrange(0, 25)))
         ids = tokenizer.encode(text)

@@ -1,0 +1,20 @@
+"""Fixtures that more than one test file uses."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from minips.errors import MinipsError
+from minips.hub import DEFAULT_MODEL, resolve_model
+
+
+@pytest.fixture(scope="session")
+def default_model() -> Path:
+    """The folder of the default model, fetched on first use; without a network the test is skipped, except under CI."""
+    try:
+        return resolve_model(DEFAULT_MODEL)
+    except MinipsError as error:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(str(error))

@@ -1,0 +1,73 @@
+"""The layering of DESIGN.md section 4 and the house rules that a script can check."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "minips"
+LAYERS = [
+    {"config", "errors", "results"},
+    {"rope", "attention", "sampling", "tokenizer", "chat", "gguf_convert", "hub", "weights"},
+    {"kv_cache", "model", "lora", "mapper"},
+    {"decoding", "answering", "engine", "cuda_graph"},
+    {"merge", "synthesis"},
+    {"training", "evaluation"},
+    {"generate", "convert", "adapters", "train", "distill", "evaluate"},
+]
+SAME_LAYER = {
+    ("config", "errors"), ("results", "errors"), ("chat", "tokenizer"), ("hub", "gguf_convert"), ("weights", "gguf_convert"),
+    ("answering", "decoding"), ("engine", "answering"), ("engine", "decoding"), ("engine", "cuda_graph"),
+    ("answering", "engine"),  # for type checkers only
+    ("synthesis", "merge"), ("lora", "model"),
+}  # fmt: skip
+
+
+def layer_of(name):
+    return next((level for level, names in enumerate(LAYERS) if name in names), None)
+
+
+def imports(path):
+    """Names of minips modules that a file imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("minips")):
+            module = (node.module or "").removeprefix("minips").lstrip(".")
+            yield from [module.split(".")[0]] if module else [alias.name for alias in node.names]
+        elif isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[1] for alias in node.names if alias.name.startswith("minips."))
+
+
+def test_files_import_from_lower_layers_only():
+    for path in PACKAGE.rglob("*.py"):
+        name = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if name in ("__init__", "examples"):
+            continue
+        assert layer_of(name) is not None, f"{path.name} stands in no layer"
+        for target in imports(path):
+            assert layer_of(target) is not None, f"{path.name} imports {target}, which stands in no layer"
+            fine = layer_of(target) < layer_of(name) or (name, target) in SAME_LAYER or name == target
+            assert fine, f"{path.name} imports {target}"
+            assert (name, target) != ("training", "evaluation")
+
+
+def test_type_checking_imports_stay_so():
+    assert "if TYPE_CHECKING:\n    from .engine import Engine" in (PACKAGE / "answering.py").read_text()
+
+
+def test_no_file_is_long():
+    files = [path for folder in ("minips", "bench", "tests") for path in (ROOT / folder).rglob("*.py")]
+    assert files and not [f"{path.name}: {n}" for path in files if (n := len(path.read_text().splitlines())) > 400]
+
+
+def test_no_pickles_no_utils_no_stray_prints():  # FAULTS 83
+    for path in PACKAGE.rglob("*.py"):
+        assert path.stem != "utils"
+        level = layer_of(path.relative_to(PACKAGE).parts[0].removesuffix(".py"))
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            called = ast.unparse(node.func)
+            if called in ("torch.load", "torch.jit.load"):
+                assert any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords), path.name
+            assert called not in ("pickle.load", "pickle.loads"), path.name
+            to_stderr = any(k.arg == "file" for k in node.keywords)
+            assert called != "print" or level in (5, 6, None) or to_stderr, f"{path.name} prints"
