@@ -351,9 +351,10 @@ class EngineConfig:
     prefill_chunk: int = 512
 
     def __post_init__(self) -> None:
+        size = self.max_kv_tokens
         checks = (
             ("page_size", is_integer(self.page_size) and 1 <= self.page_size <= 4096, "an integer from 1 to 4096"),
-            ("max_kv_tokens", self.max_kv_tokens is None or is_integer(self.max_kv_tokens) and self.max_kv_tokens > 0, "a positive integer"),
+            ("max_kv_tokens", size is None or is_integer(size) and size > 0, "a positive integer"),
             ("prefill_chunk", is_integer(self.prefill_chunk) and self.prefill_chunk > 0, "a positive integer"),
         )
         _check("EngineConfig", self, checks)

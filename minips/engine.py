@@ -231,7 +231,11 @@ class Engine:
         return max(0, min(params.max_tokens, self.config.max_position_embeddings - next_position))
 
     def decode(
-        self, branches: Sequence[Branch], params: SamplingParams | Sequence[SamplingParams] | None = None, *, on_token: OnToken | None = None
+        self,
+        branches: Sequence[Branch],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_token: OnToken | None = None,
     ) -> list[Branch]:
         """Decode all branches as rows of one batch. The same handles come back, now with z, every kept token cached.
 

@@ -100,7 +100,8 @@ def plan_merge(
         raise MinipsError(f"merge: the merged branches end at position {plan.next_position}, the model's limit is {limit}")
     for piece in (piece for pieces in plan.pieces for piece in pieces):
         if lossy and piece.delta and piece.segment.moves >= MAX_MOVES:
-            raise MinipsError(f"merge: a segment's keys were rotated {piece.segment.moves} times, the limit is {MAX_MOVES} for this KV dtype")
+            moves = piece.segment.moves
+            raise MinipsError(f"merge: a segment's keys were rotated {moves} times, the limit is {MAX_MOVES} for this KV dtype")
     return plan
 
 

@@ -102,6 +102,8 @@ class Model(nn.Module):
         if config.tie_word_embeddings:
             tensors = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}
         model.load_state_dict(tensors, strict=True, assign=True)
+        if config.tie_word_embeddings:
+            model.lm_head.weight = model.model.embed_tokens.weight
         model.requires_grad_(False).eval()
         model.rope = Rope(config.rope, config.head_dim, model.lm_head.weight.device)
         return model

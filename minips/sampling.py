@@ -68,7 +68,7 @@ def sample(logits: Tensor, rows: Sequence[RowSampler]) -> list[int]:
     best = logits.max(dim=-1).values  # NaN where a row holds one
     for index, (row, good) in enumerate(zip(rows, torch.isfinite(best).tolist())):
         if not good:
-            raise MinipsError(f"row {index}, step {row.step}: the logits are not finite (NaN or infinite); the weights or the cache are broken")
+            raise MinipsError(f"row {index}, step {row.step}: the logits are not finite (NaN or infinite), so the weights are broken")
     plain = [i for i, row in enumerate(rows) if row.params.greedy and row.params.repetition_penalty == 1.0]
     tokens: list[int] = [0] * len(rows)
     if plain:

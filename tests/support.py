@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from minips import SamplingParams, Synthesizer
 from minips.config import EngineConfig, ModelConfig
 from minips.engine import Engine
 from minips.model import Model
@@ -40,7 +41,10 @@ def random_tensors(config: ModelConfig, seed: int = 0, scale: float = 0.12) -> d
     tensors = {}
     for name, shape in expected_shapes(config).items():
         noise = torch.randn(shape, generator=generator)
-        tensors[name] = 1 + 0.1 * noise if name.endswith("norm.weight") else noise * (3 * scale if "embed" in name or "q_proj" in name or "k_proj" in name else scale)
+        if name.endswith("norm.weight"):
+            tensors[name] = 1 + 0.1 * noise
+        else:
+            tensors[name] = noise * scale * (3 if any(part in name for part in ("embed", "q_proj", "k_proj")) else 1)
     return tensors
 
 
@@ -81,3 +85,21 @@ def prompt_ids(length: int, seed: int = 0, vocab: int = 97) -> list[int]:
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Largest difference over the largest magnitude."""
     return float((found.double() - expected.double()).abs().max() / expected.double().abs().max())
+
+
+# One set of three workers, and what a synthesizer makes of them
+
+LOGITS = SamplingParams(max_tokens=1, return_logits=True)
+PREFIX, U = prompt_ids(10), prompt_ids(6, 50)
+OWNS = [prompt_ids(5, 1), prompt_ids(2, 2), prompt_ids(9, 3)]
+OUTS = [prompt_ids(7, 11), prompt_ids(12, 12), prompt_ids(3, 13)]
+def branches_of(engine, owns=OWNS, outs=OUTS, prefix=PREFIX):
+    root = engine.prefill(prefix)
+    made = engine.encode(engine.fork(root, owns), outs)
+    root.close()
+    return made
+
+
+def u_logits(engine, branches, u=U, **options):
+    result = Synthesizer(engine, options=options).generate_from_caches(branches, u, LOGITS)
+    return result.logits[: len(u)]

@@ -15,7 +15,7 @@ LAYERS = [
     {"generate", "convert", "adapters", "train", "distill", "evaluate"},
 ]
 SAME_LAYER = {
-    ("config", "errors"), ("results", "errors"), ("chat", "tokenizer"), ("hub", "gguf_convert"), ("weights", "gguf_convert"),
+    ("config", "errors"), ("results", "errors"), ("chat", "tokenizer"), ("hub", "gguf_convert"), ("hub", "weights"), ("gguf_convert", "weights"),
     ("answering", "decoding"), ("engine", "answering"), ("engine", "decoding"), ("engine", "cuda_graph"),
     ("answering", "engine"),  # for type checkers only
     ("synthesis", "merge"), ("lora", "model"),
