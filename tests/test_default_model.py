@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from minips import Engine, SamplingParams, Synthesizer
 from minips.config import ModelConfig
 from minips.tokenizer import Tokenizer
 from minips.weights import fingerprint, load_weights
@@ -60,3 +61,50 @@ def test_tokenizer_agrees_with_transformers(default_model):
 def test_digits_stand_alone(default_model):
     tokenizer = Tokenizer.from_folder(default_model, ModelConfig.from_folder(default_model))
     assert [tokenizer.decode([token]) for token in tokenizer.encode("x2024 98")] == ["x", "2", "0", "2", "4", " ", "9", "8"]
+
+
+PROMPTS = (
+    "Explain photosynthesis to a child.", "Write a haiku about rain.", "What is 17 times 23?", "List three uses of copper.", "def fib(n):",
+    "Translate 'good morning' to French.", "Why is the sky blue?", "Name five European capitals.",
+    "Summarise the plot of Hamlet in two sentences.", "How do I boil an egg?",
+)  # fmt: skip
+
+
+def test_greedy_continuations_equal_transformers_in_fp32(default_model):
+    transformers = pytest.importorskip("transformers")
+    engine = Engine.from_pretrained(default_model, dtype="float32")
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(default_model, dtype=torch.float32)
+    params = SamplingParams(max_tokens=64, ignore_eos=True)
+    branches = [engine.prefill(engine.encode_prompt(prompt, "full")) for prompt in PROMPTS]
+    prompts = [list(branch.token_ids) for branch in branches]
+    engine.decode(branches, params)  # one ragged batch
+    for prompt, branch in zip(prompts, branches):
+        ids = torch.tensor([prompt])
+        expected = oracle.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, do_sample=False, eos_token_id=[49151], pad_token_id=49151
+        )
+        assert branch.output_ids == expected[0, len(prompt) :].tolist()
+
+
+def test_a_whole_run_answers_on_the_default_model(default_model):
+    engine = Engine.from_pretrained(default_model)
+    synthesizer = Synthesizer(engine)
+    task = "Name three ways to keep a house cool in summer."
+    prompts = ["Think of plants.", "Think of windows.", "Think of the roof.", "Think of fans."]
+    result = synthesizer.run(task, prompts, worker_params=SamplingParams(max_tokens=48), params=SamplingParams(max_tokens=48))
+    assert result.num_branches == 4 and len(result.workers) == 4 and all(worker.text for worker in result.workers)
+    assert len(result.text.split()) > 10 and "\ufffd" not in result.text
+    assert result.prefilled_tokens < 60 and result.reused_tokens > 100
+    assert engine.stats()["used_pages"] == 0 and engine.check()
+    again = synthesizer.run(task, prompts, worker_params=SamplingParams(max_tokens=48), params=SamplingParams(max_tokens=48))
+    assert again.token_ids == result.token_ids
+
+
+def test_one_branch_identity_on_the_default_model(default_model):
+    engine = Engine.from_pretrained(default_model, dtype="float32")
+    prefix = engine.prefill(engine.encode_prompt("Why is the sky blue?", "full"))
+    branch = engine.decode(engine.fork(prefix, [[]]), SamplingParams(max_tokens=20))[0]
+    u = engine.encode_prompt("Say it in one sentence.", "continuation")
+    plain = engine.generate([*branch.token_ids, *u], SamplingParams(max_tokens=24))
+    merged = Synthesizer(engine).generate_from_caches([branch], "Say it in one sentence.", SamplingParams(max_tokens=24))
+    assert merged.token_ids == plain.token_ids and merged.text == plain.text
