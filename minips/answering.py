@@ -41,7 +41,7 @@ def answer(
         timings["prefill"] = time.perf_counter() - mark
         mark = time.perf_counter()
         writers += open_writers([branch], [limit], "output", "the answer")
-        row = engine.decode_row(writers[0], params, limit=limit)
+        row = engine.decode_row(writers[0], params, limit)
         first: float | None = None
         for _, _, piece in decode_rows(model, [row], drain=False):
             if first is None:

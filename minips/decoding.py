@@ -130,10 +130,11 @@ class DecodeRow:
         stop_ids: frozenset[int],
         valid_vocab: int,
         tokenizer: Tokenizer | None,
+        label: int = 0,
     ):
         if params.stop and tokenizer is None:
             raise MinipsError("SamplingParams: stop strings need a tokenizer, and this model folder has no tokenizer.json")
-        self.writer, self.params, self.limit, self.stop_ids = writer, params, limit, stop_ids
+        self.writer, self.params, self.limit, self.stop_ids, self.label = writer, params, limit, stop_ids, label
         self.sampler = RowSampler(params, stream, writer.branch.token_ids, writer.branch.next_logits.shape[-1], valid_vocab)
         self.decoder = StreamDecoder(tokenizer, params.stop) if tokenizer is not None else None
         self.ids: list[int] = []
@@ -193,7 +194,7 @@ def decode_rows(model: Model, rows: Sequence[DecodeRow], drain: bool) -> Iterato
     keep = [at for at, index in enumerate(active) if rows[index].finish_reason is None]
     active, logits = [active[at] for at in keep], logits[keep]
     while active:
-        tokens = sample(logits, [rows[index].sampler for index in active])
+        tokens = sample(logits, [rows[index].sampler for index in active], [rows[index].label for index in active])
         feeding: list[tuple[int, int]] = []
         for at, (index, token) in enumerate(zip(active, tokens)):
             row = rows[index]

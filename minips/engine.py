@@ -219,12 +219,10 @@ class Engine:
 
     # Decoding
 
-    def decode_row(
-        self, writer: Writer, params: SamplingParams, stream: int | None = None, limit: int | None = None
-    ) -> DecodeRow:
+    def decode_row(self, writer: Writer, params: SamplingParams, limit: int, stream: int | None = None, label: int = 0) -> DecodeRow:
+        """A row for `decode_rows`; `stream` and `label` as in `RowSampler` and `sample`."""
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.stop_ids)
-        limit = self.token_limit(writer.branch.next_position, params) if limit is None else limit
-        return DecodeRow(writer, params, stream, limit, stop_ids, self.valid_vocab, self.tokenizer)
+        return DecodeRow(writer, params, stream, limit, stop_ids, self.valid_vocab, self.tokenizer, label)
 
     def token_limit(self, next_position: int, params: SamplingParams) -> int:
         """New tokens that may be made: each needs a position of its own below the model's limit."""
@@ -257,7 +255,7 @@ class Engine:
         writers = open_writers(firsts, limits, "output", f"decoding {len(firsts)} workers")
         try:
             rows = [
-                self.decode_row(writer, each[group[0]], group[0] if shared else None, limit)
+                self.decode_row(writer, each[group[0]], limit, group[0] if shared else None, group[0])
                 for writer, group, limit in zip(writers, groups, limits)
             ]
             for at, token, piece in decode_rows(self.model, rows, drain=True) if rows else ():

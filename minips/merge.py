@@ -5,20 +5,18 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from .config import MergeOptions
 from .errors import MinipsError
 from .kv_cache import Branch, KVPool, Segment
-from .rope import Rope, apply_rope
+from .mapper import CacheMapper
+from .rope import Rope
+from .transform import Job, Transform
 
 MAX_MOVES = 8  # rotations that a 16-bit key may go through: each rounds once more
-MOVE_CHUNK = 1024  # tokens rotated at once; bounds the extra memory
 
 
 @dataclass(frozen=True)
@@ -35,10 +33,6 @@ class Piece:
         """Positions that the keys move by."""
         return self.start - (self.segment.start + self.first)
 
-    @property
-    def key(self) -> tuple[int, int, int, int]:
-        return id(self.segment), self.first, self.length, self.start
-
 
 @dataclass
 class Plan:
@@ -48,6 +42,7 @@ class Plan:
     prefix_ids: list[int]
     pieces: list[list[Piece]] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    spans: list[int] = field(default_factory=list)  # positions that each kept branch covers
     next_position: int = 0
     skipped: list[int] = field(default_factory=list)
 
@@ -84,7 +79,6 @@ def plan_merge(
     kept = shared if options.keep_prefix else []
     owner = branches[0] if branches else prefix
     plan = Plan(list(kept), owner.token_ids[: sum(segment.length for segment in kept)] if kept else [])
-    spans = []
     for index, branch in enumerate(branches):
         pieces, span, tokens = _kept_pieces(branch, len(shared), options, index)
         if not pieces:
@@ -92,10 +86,10 @@ def plan_merge(
             continue
         plan.pieces.append(pieces)
         plan.token_ids += tokens
-        spans.append(span)
+        plan.spans.append(span)
     if branches and not plan.pieces:
         raise MinipsError(f"merge: all {len(branches)} branches are empty (each stopped at once), so there is nothing to merge")
-    _place(plan, spans, options, fork_point)
+    _place(plan, options, fork_point)
     if plan.next_position > limit:
         raise MinipsError(f"merge: the merged branches end at position {plan.next_position}, the model's limit is {limit}")
     for piece in (piece for pieces in plan.pieces for piece in pieces):
@@ -154,8 +148,9 @@ def _kept_pieces(branch: Branch, depth: int, options: MergeOptions, index: int) 
     return pieces, max(end, slots) if options.profile == "official" else end, tokens
 
 
-def _place(plan: Plan, spans: list[int], options: MergeOptions, fork_point: int) -> None:
+def _place(plan: Plan, options: MergeOptions, fork_point: int) -> None:
     """Move the pieces from position 0 to where the layout puts them; sets `next_position`."""
+    spans = plan.spans
     offsets = [sum(spans[:j]) if options.layout == "sequential" else 0 for j in range(len(spans))]
     width = sum(spans) if options.layout == "sequential" else max(spans, default=0)
     if not options.rerotate:
@@ -179,28 +174,33 @@ def _place(plan: Plan, spans: list[int], options: MergeOptions, fork_point: int)
     plan.next_position = anchor + width
 
 
-def apply_plan(plan: Plan, pool: KVPool, rope: Rope, consumed: Sequence[Branch], timings: dict, counters: dict) -> list[Segment]:
+def apply_plan(
+    plan: Plan, pool: KVPool, rope: Rope, consumed: Sequence[Branch], timings: dict, counters: dict, mapper: CacheMapper | None = None
+) -> list[Segment]:
     """Carry out a plan; returns the context's segments, on pages of which the caller holds one count for each entry.
 
     consumed: branches that the caller closes afterwards; pages that only they hold are changed in place. On an error no page
     is kept; pages changed in place so far belong to the consumed branches.
     """
+    transform = Transform(pool, rope, mapper, plan.spans, plan.branch_tokens)
     held = Counter(id(segment) for branch in consumed for segment in branch.segments)
-    pieces = {piece.key: piece for row in plan.pieces for piece in row}
+    keys = _keys(plan)
+    pieces = {key: piece for row, names in zip(plan.pieces, keys) for piece, key in zip(row, names)}
+    branch_of = {key: index for index, names in reversed(list(enumerate(keys))) for key in names}
     variants = Counter(id(piece.segment) for piece in pieces.values())
 
     def in_place(piece: Piece) -> bool:
         alone = all(pool.ref_count[page] == held[id(piece.segment)] for page in piece.segment.pages)
-        return piece.first == 0 and (piece.delta == 0 or alone and variants[id(piece.segment)] == 1)
+        return piece.first == 0 and (not transform.changes(piece.delta) or alone and variants[id(piece.segment)] == 1)
 
-    copied = [piece for piece in pieces.values() if not in_place(piece)]
-    pool.require(sum(pool.pages_for(piece.length) for piece in copied), "copying shared branch pages")
+    copied = {key for key, piece in pieces.items() if not in_place(piece)}
+    pool.require(sum(pool.pages_for(pieces[key].length) for key in copied), "copying shared branch pages")
     made: dict[tuple, Segment] = {}
     result: list[Segment] = []
     try:
         for key, piece in pieces.items():
             old = piece.segment
-            if piece in copied:
+            if key in copied:
                 new = pool.copy(old, piece.first, piece.length)
                 counters["copied_tokens"] += piece.length
             else:
@@ -208,18 +208,17 @@ def apply_plan(plan: Plan, pool: KVPool, rope: Rope, consumed: Sequence[Branch],
                 pool.retain(pages)
                 new = Segment(pages, piece.length, old.start, old.role, old.ended)
             made[key] = new
-            new.start, new.moves = piece.start, old.moves + bool(piece.delta)
-        mark = time.perf_counter()
-        moved = [(made[key], piece.delta) for key, piece in pieces.items() if piece.delta]
-        counters["rerotated_tokens"] += rerotate(pool, rope, moved)
-        timings["rerotate"] = time.perf_counter() - mark
+            new.start, new.moves = piece.start, old.moves + transform.changes(piece.delta)
+        counters["rerotated_tokens"] += sum(piece.length for piece in pieces.values() if piece.delta)
+        jobs = [Job(made[key], piece.delta, branch_of[key]) for key, piece in pieces.items() if transform.changes(piece.delta)]
+        transform.apply(jobs, timings)
         for segment in plan.prefix:
             pool.retain(segment.pages)
             result.append(segment)
-        for row in plan.pieces:
-            for piece in row:
-                pool.retain(made[piece.key].pages)
-                result.append(made[piece.key])
+        for names in keys:
+            for key in names:
+                pool.retain(made[key].pages)
+                result.append(made[key])
     except BaseException:
         for segment in result:
             pool.release(segment.pages)
@@ -230,17 +229,7 @@ def apply_plan(plan: Plan, pool: KVPool, rope: Rope, consumed: Sequence[Branch],
     return result
 
 
-@torch.no_grad()
-def rerotate(pool: KVPool, rope: Rope, moves: Sequence[tuple[Segment, int]]) -> int:
-    """Rotate the keys of each segment by its delta, in place: fp32 inside, written back once. Returns the tokens moved."""
-    if not moves:
-        return 0
-    slots = torch.cat([pool.slots(segment.pages, segment.length) for segment, _ in moves])
-    deltas = torch.cat([torch.full((segment.length,), delta, device=pool.device) for segment, delta in moves])
-    for first in range(0, len(slots), MOVE_CHUNK):
-        part = slots[first : first + MOVE_CHUNK]
-        cos, sin = rope.tables(deltas[first : first + MOVE_CHUNK])
-        for tensor in pool.keys:
-            keys = tensor.flatten(0, 1)
-            keys.index_copy_(0, part, apply_rope(keys.index_select(0, part), cos, sin))
-    return len(slots)
+def _keys(plan: Plan) -> list[list[tuple]]:
+    """A name for each piece; equal names mean the same stored tokens brought to the same place by the same map."""
+    rows = [tuple((id(p.segment), p.first, p.length, p.start) for p in row) for row in plan.pieces]
+    return [[(*name, rows.index(row)) for name in row] for row in rows]

@@ -5,6 +5,8 @@ Every row owns its random stream, so neighbours, batch size and row order never 
 
 from __future__ import annotations
 
+import math
+import random
 import secrets
 from collections.abc import Sequence
 
@@ -37,13 +39,13 @@ class RowSampler:
         self.params, self.valid_vocab = params, min(valid_vocab, vocab_size)
         self.seed = secrets.randbits(31) if params.seed is None else params.seed
         stream = self.seed if row is None else _mix(_mix(self.seed) ^ (row + 1))
-        self._random = torch.Generator().manual_seed(stream & (_MASK >> 1))
+        self._random = random.Random(stream)  # torch's CPU generator would use the low 32 bits of the seed only
         self._seen = set(prompt_ids) if params.repetition_penalty != 1.0 else None
         self.step = 0
 
     def uniform(self) -> float:
         """The next number of the stream, fp64 in [0, 1)."""
-        return float(torch.rand((), dtype=torch.float64, generator=self._random))
+        return self._random.random()
 
     def penalise(self, logits: Tensor) -> Tensor:
         """Divide positive and multiply negative logits [V] of tokens seen so far (prompt included)."""
@@ -59,27 +61,27 @@ class RowSampler:
             self._seen.add(token)
 
 
-def sample(logits: Tensor, rows: Sequence[RowSampler]) -> list[int]:
+def sample(logits: Tensor, rows: Sequence[RowSampler], labels: Sequence[int] | None = None) -> list[int]:
     """One token id a row from logits [R, V] (any float dtype and device). Greedy takes the lowest id among equals.
 
-    NaN, +inf or a row without any finite logit is refused, naming the row and its step, before any row is changed.
+    NaN, +inf or a row without any finite logit is refused, naming the row (its label, where given) and its step,
+    before any row is changed.
     """
+    if not rows:
+        return []
+    valid = rows[0].valid_vocab
+    if any(row.valid_vocab != valid for row in rows):
+        raise AssertionError("rows of one batch have one vocabulary")
     logits = logits.float()
-    best = logits.max(dim=-1).values  # NaN where a row holds one
-    for index, (row, good) in enumerate(zip(rows, torch.isfinite(best).tolist())):
-        if not good:
-            raise MinipsError(f"row {index}, step {row.step}: the logits are not finite (NaN or infinite), so the weights are broken")
-    plain = [i for i, row in enumerate(rows) if row.params.greedy and row.params.repetition_penalty == 1.0]
-    tokens: list[int] = [0] * len(rows)
-    if plain:
-        valid = min(rows[i].valid_vocab for i in plain)
-        if any(rows[i].valid_vocab != valid for i in plain):
-            raise AssertionError("rows of one batch have one vocabulary")
-        batch = logits if len(plain) == len(rows) else logits[plain]
-        for i, token in zip(plain, batch[:, :valid].argmax(dim=-1).tolist()):
-            tokens[i] = token
+    peaks, best = logits[:, :valid].max(dim=-1)  # NaN where a row holds one; the lowest id among equals
+    peaks, best = torch.stack((peaks.double(), best.double())).tolist()  # one wait for the device
+    for index, (row, peak) in enumerate(zip(rows, peaks)):
+        if not math.isfinite(peak):
+            label = index if labels is None else labels[index]
+            raise MinipsError(f"row {label}, step {row.step}: the logits are not finite (NaN or infinite), so the weights are broken")
+    tokens = [int(token) for token in best]
     for i, row in enumerate(rows):
-        if i not in plain:
+        if not row.params.greedy or row.params.repetition_penalty != 1.0:
             adjusted = row.penalise(logits[i])[: row.valid_vocab]
             tokens[i] = int(adjusted.argmax()) if row.params.greedy else _draw(adjusted, row.params, row.uniform())
     for row, token in zip(rows, tokens):
@@ -99,11 +101,17 @@ def _draw(logits: Tensor, params: SamplingParams, uniform: float) -> int:
 
 
 def filter_probabilities(logits: Tensor, params: SamplingParams) -> tuple[Tensor | None, Tensor]:
-    """fp32 logits [V] -> (ids [n] sorted by falling probability or None for all in order, probabilities [n], not normalised)."""
-    probabilities = torch.softmax(logits / params.temperature, dim=-1)
+    """fp32 logits [V] -> (ids [n] by falling probability, probabilities [n] > 0); ids None: all V in order, 0 = filtered out.
+
+    Not normalised.
+    """
+    probabilities = torch.softmax((logits - logits.max()) / params.temperature, dim=-1)  # cannot overflow
     vocab = len(probabilities)
     if params.top_k in (0, vocab) and params.top_p >= 1.0 and params.min_p == 0.0:
         return None, probabilities
+    if params.top_k in (0, vocab) and params.top_p >= 1.0:  # min_p alone: its threshold needs no order
+        floor = params.min_p * probabilities.max() * (1 - 1e-6)
+        return None, torch.where(probabilities >= floor, probabilities, 0.0)
     ids = None
     if 0 < params.top_k < vocab:
         probabilities, ids = probabilities.topk(params.top_k)

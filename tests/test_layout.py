@@ -10,7 +10,7 @@ LAYERS = [
     {"rope", "attention", "sampling", "tokenizer", "chat", "gguf_convert", "hub", "weights"},
     {"kv_cache", "model", "lora", "mapper"},
     {"decoding", "answering", "engine", "cuda_graph"},
-    {"merge", "synthesis"},
+    {"transform", "merge", "synthesis"},
     {"training", "evaluation"},
     {"generate", "convert", "adapters", "train", "distill", "evaluate"},
 ]
@@ -18,7 +18,7 @@ SAME_LAYER = {
     ("config", "errors"), ("results", "errors"), ("chat", "tokenizer"), ("hub", "gguf_convert"), ("hub", "weights"), ("gguf_convert", "weights"),
     ("answering", "decoding"), ("engine", "answering"), ("engine", "decoding"), ("engine", "cuda_graph"),
     ("answering", "engine"),  # for type checkers only
-    ("synthesis", "merge"), ("lora", "model"),
+    ("synthesis", "merge"), ("merge", "transform"), ("lora", "model"),
 }  # fmt: skip
 
 
@@ -30,6 +30,10 @@ def imports(path):
     """Names of minips modules that a file imports."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("minips")):
+            parts = path.relative_to(PACKAGE).parts
+            if node.level and node.level < len(parts):  # stays in its own subpackage
+                yield parts[0]
+                continue
             module = (node.module or "").removeprefix("minips").lstrip(".")
             yield from [module.split(".")[0]] if module else [alias.name for alias in node.names]
         elif isinstance(node, ast.Import):

@@ -209,7 +209,7 @@ def test_other_handles_are_refused():
 
 
 def test_a_merge_that_fails_half_way_closes_what_it_consumed(monkeypatch):
-    from minips import merge
+    from minips.transform import Transform
 
     engine = tiny_engine()
     branches = branches_of(engine)
@@ -218,7 +218,7 @@ def test_a_merge_that_fails_half_way_closes_what_it_consumed(monkeypatch):
     def broken(*_):
         raise RuntimeError("device lost")
 
-    monkeypatch.setattr(merge, "rerotate", broken)
+    monkeypatch.setattr(Transform, "apply", broken)
     with pytest.raises(MinipsError, match="failed half-way .*device lost.*3 branches it consumed are closed"):
         Synthesizer(engine).merge(branches)
     assert all(branch.closed for branch in branches) and engine.check()

@@ -41,7 +41,7 @@ def reference_filter(probabilities, temperature=1.0, top_k=0, top_p=1.0, min_p=0
 def kept_ids(probabilities, **params):
     params = {"temperature": 1.0, **params}
     ids, left = filter_probabilities(torch.tensor(probabilities).log(), SamplingParams(**params))
-    return set(range(len(left))) if ids is None else set(ids.tolist())
+    return set(left.nonzero().flatten().tolist()) if ids is None else set(ids.tolist())
 
 
 @pytest.mark.parametrize("temperature", [0, 1e-7])
@@ -128,6 +128,25 @@ def test_rows_of_one_object_draw_from_seed_and_row():  # FAULTS 64
     assert open_seed.uniform() == sampler(temperature=1.0, seed=open_seed.seed).uniform()
 
 
+def test_every_bit_of_a_seed_counts():  # FAULTS 64
+    seeds = (1, 1 + 2**32, 1 + 2**40, 2**62)
+    assert len({sampler(temperature=1.0, seed=seed).uniform() for seed in seeds}) == len(seeds)
+
+
+def test_batches_of_any_order_and_size_draw_the_same():  # FAULTS 64
+    steps = torch.randn(6, 5, 60, generator=torch.Generator().manual_seed(2))
+    settings = [{}, {"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1}, {"temperature": 0.0}]
+
+    def run(order):
+        rows = {i: sampler(i, vocab=60, seed=9, **{"temperature": 1.0, **settings[i]}) for i in order}
+        found = [sample(step[list(order)], list(rows.values())) for step in steps]
+        return {i: [tokens[at] for tokens in found] for at, i in enumerate(order)}
+
+    full = run(range(5))
+    for order in [(4, 3, 2, 1, 0), (2, 0, 4), (1,), (3, 1)]:
+        assert run(order) == {i: full[i] for i in order}
+
+
 def test_repetition_penalty_lowers_negative_logits_too():  # FAULTS 65
     row = sampler(vocab=3, prompt=[0, 1], repetition_penalty=1.5)
     assert row.penalise(torch.tensor([2.0, -2.0, 0.5])).tolist() == pytest.approx([4 / 3, -3.0, 0.5])
@@ -151,6 +170,19 @@ def test_non_finite_logits_name_row_and_step(bad):  # FAULTS 66
     assert rows[2].uniform() == untouched.uniform()
     with pytest.raises(MinipsError):
         sample(torch.full((1, 8), -float("inf")), [sampler(vocab=8)])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_padding_does_not_hide_a_row_without_finite_logits(temperature):  # FAULTS 27, 66
+    logits = torch.full((1, 8), -float("inf"))
+    logits[0, 6] = 1.0
+    with pytest.raises(MinipsError, match="row 0, step 0"):
+        sample(logits, [sampler(vocab=8, valid=4, temperature=temperature, seed=1)])
+
+
+def test_huge_logits_over_a_small_temperature_stay_finite():
+    logits = torch.randn(1, 100, generator=torch.Generator().manual_seed(0)) * 1e34
+    assert sample(logits, [sampler(vocab=100, temperature=1.1e-5, seed=1)]) == [int(logits.argmax())]
 
 
 def test_padded_ids_are_never_chosen():  # FAULTS 27
@@ -181,7 +213,7 @@ def test_filters_equal_the_reference_on_random_distributions():
         ids, left = filter_probabilities(logits, SamplingParams(**settings))
         ids = range(size) if ids is None else ids.tolist()
         expected = reference_filter(torch.softmax(logits.double(), -1).tolist(), **settings)
-        found = dict(zip(ids, (left / left.sum()).tolist()))
+        found = {i: p for i, p in zip(ids, (left / left.sum()).tolist()) if p > 0}
         assert set(found) == set(expected), settings
         assert all(found[i] == pytest.approx(p, abs=1e-5) for i, p in expected.items())
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from minips import MinipsError, SamplingParams, Synthesizer
-from minips.merge import rerotate, shared_prefix
+from minips.merge import shared_prefix
+from minips.transform import rerotate
 from tests.reference import Reference
 from tests.support import LOGITS, OUTS, OWNS, PREFIX, U, branches_of, prompt_ids, random_tensors
 from tests.support import relative_error, tiny_config, tiny_engine, u_logits
@@ -61,7 +62,7 @@ def test_shift_exactness(setting):
     writer = open_writers([late], [20], "context", "test")[0]
     prefill(engine.model, [writer], [ids], 512)
     writer.commit(ids)
-    rerotate(pool, engine.model.rope, [(shifted.segments[0], delta)])
+    rerotate(pool, engine.model.rope, shifted.segments[0], delta)
     slots = [pool.slots(b.segments[0].pages, 20) for b in (plain, shifted, late)]
     for tensor in pool.keys:
         flat = tensor.flatten(0, 1)
@@ -262,7 +263,7 @@ def test_deeper_keys_depend_on_the_prefix_and_first_layer_keys_do_not():  # FAUL
     for prefix in (prompt_ids(6, 31), prompt_ids(11, 32)):
         branch = engine.fork(engine.prefill(prefix), [ids])[0]
         segment = branch.segments[-1]
-        rerotate(engine.pool, engine.model.rope, [(segment, -segment.start)])
+        rerotate(engine.pool, engine.model.rope, segment, -segment.start)
         slots = engine.pool.slots(segment.pages, 8)
         keys.append([tensor.flatten(0, 1)[slots] for tensor in engine.pool.keys])
     assert relative_error(keys[0][0], keys[1][0]) < 1e-5

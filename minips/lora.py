@@ -1,0 +1,185 @@
+"""LoRA adapters in PEFT's folder form, read strictly, and folded once into a second set of weights.
+
+Folding is W + scale * B @ A in fp32, rounded once. The folded model shares every other tensor with the base, so workers and
+synthesizer stand side by side and nothing is ever un-merged.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from .config import read_json
+from .errors import MinipsError
+from .model import Model
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_PREFIX = r"(?:base_model\.model\.)?(?:model\.)?(?:language_model\.)?(?:model\.)?"
+_KEY = re.compile(_PREFIX + r"(layers\.\d+\..+)\.lora_(A|B)(?:\.default)?\.weight")
+_BASE_ROWS = re.compile(r"(?:base_model\.model\.)?(?:model\.embed_tokens|lm_head)\.weight")
+_UNSUPPORTED = {  # field of adapter_config.json -> the values that change nothing
+    "use_dora": (None, False), "bias": (None, "none"), "fan_in_fan_out": (None, False), "lora_bias": (None, False),
+    "modules_to_save": (None, []), "layers_to_transform": (None, []), "layer_replication": (None, []),
+    "trainable_token_indices": (None, []), "target_parameters": (None, []), "use_qalora": (None, False),
+    "alora_invocation_tokens": (None, []), "megatron_config": (None, {}),
+}  # fmt: skip
+_CHANGES_THE_BASE = ("pissa", "olora", "loftq", "corda")
+
+
+@dataclass
+class LoraAdapter:
+    """pairs: Hugging Face module name -> (A [r, in], B [out, r], scale). base_rows: a cut vocabulary's rows, if it carries one."""
+
+    name: str
+    pairs: dict[str, tuple[Tensor, Tensor, float]]
+    config: dict = field(default_factory=dict)
+    base_rows: int | None = None
+
+    @property
+    def rank(self) -> int:
+        return max((a.shape[0] for a, _, _ in self.pairs.values()), default=0)
+
+
+def read_lora(folder: str | Path, model: Model) -> LoraAdapter:
+    """Read adapter_config.json and adapter_model.safetensors for `model`. Everything is checked before anything is returned.
+
+    Embedding and head rows inside the adapter (a vocabulary that was cut before training) are not loaded: a sample is
+    compared with the base model's rows, and anything else than those is refused.
+    """
+    folder = Path(folder)
+    settings = read_json(folder / "adapter_config.json")
+    _check_config(folder / "adapter_config.json", settings)
+    path = folder / "adapter_model.safetensors"
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and ".layers." in name}
+    halves: dict[str, dict[str, Tensor]] = {}
+    base_rows, strange = None, []
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            for key in file.keys():
+                match = _KEY.fullmatch(key)
+                name = f"model.{match[1]}" if match else ""
+                if name in modules and name.rsplit(".", 1)[-1] in TARGETS:
+                    halves.setdefault(name, {})[match[2]] = file.get_tensor(key).float()
+                elif _BASE_ROWS.fullmatch(key):
+                    rows = _check_base_rows(path, key, file.get_slice(key), model)
+                    if base_rows not in (None, rows):
+                        raise MinipsError(f"{path}: embedding and head have {base_rows} and {rows} rows, expected the same")
+                    base_rows = rows
+                else:
+                    strange.append(key)
+    except FileNotFoundError:
+        raise MinipsError(f"{path}: no such file; a LoRA folder holds adapter_config.json and adapter_model.safetensors") from None
+    except (SafetensorError, OSError) as error:
+        raise MinipsError(f"{path}: not readable as safetensors ({error})") from None
+    if strange:
+        hint = " (modules_to_save is not supported)" if any("modules_to_save" in key for key in strange) else ""
+        shown = ", ".join(strange[:3])
+        raise MinipsError(f"{path}: {len(strange)} tensors match no module of the model{hint}: {shown}{'...' if strange[3:] else ''}")
+    pairs = _check_pairs(path, halves, modules, settings)
+    return LoraAdapter(str(folder), pairs, settings, base_rows)
+
+
+def _check_config(path: Path, settings: dict) -> None:
+    if settings.get("peft_type") != "LORA":
+        raise MinipsError(f"{path}: peft_type is {settings.get('peft_type')!r}, expected LORA")
+    for name, harmless in _UNSUPPORTED.items():
+        if settings.get(name) not in harmless:
+            raise MinipsError(f"{path}: {name} is {settings[name]!r}, which is not supported")
+    start = settings.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_CHANGES_THE_BASE):
+        raise MinipsError(f"{path}: init_lora_weights is {start!r}, which changes the base weights and is not supported")
+    for name in ("r", "lora_alpha"):
+        if not isinstance(settings.get(name), (int, float)) or isinstance(settings[name], bool) or settings[name] <= 0:
+            raise MinipsError(f"{path}: {name} is {settings.get(name)!r}, expected a positive number")
+    for name in ("rank_pattern", "alpha_pattern"):
+        if not isinstance(settings.get(name) or {}, dict):
+            raise MinipsError(f"{path}: {name} is {settings[name]!r}, expected an object")
+
+
+def _check_base_rows(path: Path, key: str, rows, model: Model) -> int:
+    """Number of rows, if they are the first rows of the base's embedding or head; a sample is compared."""
+    weight = model.lm_head.weight if "lm_head" in key else model.model.embed_tokens.weight
+    shape = rows.get_shape()
+    if len(shape) != 2 or shape[1] != weight.shape[1] or shape[0] > weight.shape[0]:
+        raise MinipsError(
+            f"{path}: {key} is {shape}, the model has {list(weight.shape)}; a replaced embedding or head "
+            "(modules_to_save or a resized vocabulary) is not supported"
+        )
+    for row in sorted({0, 1, shape[0] // 3, shape[0] // 2, shape[0] - 2, shape[0] - 1} & set(range(shape[0]))):
+        found = rows[row : row + 1][0].to(weight.device, weight.dtype)
+        if not torch.equal(found, weight[row]):
+            raise MinipsError(
+                f"{path}: row {row} of {key} differs from the base model's; a replaced embedding or head "
+                "(modules_to_save) is not supported"
+            )
+    return shape[0]
+
+
+def _pattern(patterns: dict, name: str, default):
+    """PEFT's rule: a pattern matches a module name from its end, at a dot."""
+    for pattern, value in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", name):
+            return value
+    return default
+
+
+def _check_pairs(path: Path, halves: dict, modules: dict, settings: dict) -> dict[str, tuple[Tensor, Tensor, float]]:
+    wanted = settings.get("target_modules")
+    if isinstance(wanted, list):
+        missing = [target for target in wanted if not any(name.endswith(target) for name in halves)]
+        if missing:
+            raise MinipsError(f"{path}: target_modules names {', '.join(sorted(missing))}, but the file has no tensors for it")
+    if not halves:
+        raise MinipsError(f"{path}: no LoRA tensors found for this model")
+    problems, pairs = [], {}
+    for name, half in halves.items():
+        out_size, in_size = modules[name].weight.shape
+        if set(half) != {"A", "B"}:
+            raise MinipsError(f"{path}: {name} has lora_{''.join(half)} only, expected lora_A and lora_B")
+        rank = half["A"].shape[0]
+        for part, expected in (("A", (rank, in_size)), ("B", (out_size, rank))):
+            if tuple(half[part].shape) != expected:
+                problems.append(f"{name}.lora_{part} is {list(half[part].shape)}, expected {list(expected)}")
+        declared = _pattern(settings.get("rank_pattern"), name, settings["r"])
+        if rank != declared:
+            problems.append(f"{name} has rank {rank}, adapter_config.json says {declared}")
+        alpha = _pattern(settings.get("alpha_pattern"), name, settings["lora_alpha"])
+        pairs[name] = (half["A"], half["B"], alpha / math.sqrt(rank) if settings.get("use_rslora") else alpha / rank)
+    if problems:
+        base = settings.get("base_model_name_or_path")
+        raise MinipsError(f"{path}: {problems[0]} ({len(problems)} such faults; the adapter was made for {base!r})")
+    return pairs
+
+
+@torch.no_grad()
+def fold(model: Model, adapter: LoraAdapter) -> Model:
+    """A second model with the adapter folded in; all other tensors are the base's own storage."""
+    tensors = {name: tensor for name, tensor in model.state_dict().items()}
+    for name, (a, b, scale) in adapter.pairs.items():
+        weight = tensors[f"{name}.weight"]
+        delta = (b.to(weight.device) @ a.to(weight.device)) * scale
+        tensors[f"{name}.weight"] = (weight.float() + delta).to(weight.dtype)
+    return Model.from_tensors(model.config, tensors)
+
+
+class LoRALinear(nn.Module):
+    """A frozen linear layer plus scale * (x A^T) B^T in fp32, for training. A random, B zero: starts as the base."""
+
+    def __init__(self, base: nn.Linear, rank: int, alpha: float):
+        super().__init__()
+        self.base, self.scale = base, alpha / rank
+        out_size, in_size = base.weight.shape
+        device = base.weight.device
+        self.lora_A = nn.Parameter(torch.empty(rank, in_size, device=device))
+        self.lora_B = nn.Parameter(torch.zeros(out_size, rank, device=device))
+        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        update = (x.float() @ self.lora_A.T) @ self.lora_B.T
+        return self.base(x) + (update * self.scale).to(x.dtype)

@@ -1,0 +1,143 @@
+"""Re-rotation and mapping of cached branches, in place and in one pass: read a page run, work in fp32, write back once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .kv_cache import KVPool, Segment
+from .mapper import CacheMapper, Coefficients
+from .rope import Rope, apply_rope
+
+LARGEST_CHUNK = 1024  # tokens worked on at once
+SMALLEST_CHUNK = 32
+
+
+class Job(NamedTuple):
+    """A segment that stands at its new place already (`segment.start`), its keys still `delta` positions behind."""
+
+    segment: Segment
+    delta: int
+    branch: int
+
+
+class Transform:
+    """What a merge does to stored K and V. A map that is the identity is skipped, so that it changes no bit.
+
+    spans: positions that each branch covers; lengths: its kept tokens. Both are what the map may depend on.
+    """
+
+    def __init__(
+        self, pool: KVPool, rope: Rope, mapper: CacheMapper | None = None, spans: Sequence[int] = (), lengths: Sequence[int] = ()
+    ):
+        self.pool, self.rope, self.mapper, self.lengths = pool, rope, mapper, lengths
+        self.coefficients: Coefficients | None = None
+        self.maps_keys = self.maps_values = False
+        self.statistics_needed = mapper is not None and mapper.config.kind == "normalize" and len(lengths) > 1
+        if self.statistics_needed:
+            self.maps_keys = self.maps_values = True
+        elif mapper is not None:
+            with torch.no_grad():
+                self.coefficients = mapper.coefficients(spans)
+            keys_same, values_same = mapper.is_identity(self.coefficients)
+            self.maps_keys, self.maps_values = not keys_same, not values_same
+
+    def changes(self, delta: int) -> bool:
+        """Whether tokens that move by `delta` are written again."""
+        return bool(delta) or self.maps_keys or self.maps_values
+
+    @torch.no_grad()
+    def apply(self, jobs: Sequence[Job], timings: dict[str, float]) -> None:
+        """Carry out all jobs. With a map, rotation and map are one pass and count as `map`; without, as `rerotate`."""
+        started = time.perf_counter()
+        if jobs:
+            if self.statistics_needed:
+                self.coefficients = self._statistics(jobs)
+            chunk = self._chunk(sum(job.segment.length for job in jobs))
+            slots, positions, deltas, branches = self._tokens(jobs)
+            for first in range(0, len(slots), chunk):
+                part = slice(first, first + chunk)
+                self._keys(slots[part], positions[part], deltas[part], branches[part])
+                if self.maps_values:
+                    for layer, tensor in enumerate(self.pool.values):
+                        flat = tensor.flatten(0, 1)
+                        values = flat.index_select(0, slots[part]).float()
+                        values = self.mapper.map("value", layer, values, self.coefficients, branches[part])
+                        flat.index_copy_(0, slots[part], values.to(flat.dtype))
+            if self.pool.device.type == "cuda":
+                torch.cuda.synchronize(self.pool.device)
+        timings["map" if self.maps_keys or self.maps_values else "rerotate"] = time.perf_counter() - started
+
+    def _chunk(self, tokens: int) -> int:
+        """So many tokens that fp32 temporaries of one layer stay below 5% of the pages they belong to."""
+        return min(LARGEST_CHUNK, max(SMALLEST_CHUNK, tokens * len(self.pool.keys) // 200))
+
+    def _tokens(self, jobs: Sequence[Job]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Slot, new position, delta and branch of every token, int64 [n]."""
+        device = self.pool.device
+        slots = torch.cat([self.pool.slots(job.segment.pages, job.segment.length) for job in jobs])
+        positions = torch.cat([torch.arange(job.segment.start, job.segment.start + job.segment.length) for job in jobs])
+        deltas = torch.cat([torch.full((job.segment.length,), job.delta) for job in jobs])
+        branches = torch.cat([torch.full((job.segment.length,), job.branch) for job in jobs])
+        return slots, positions.to(device), deltas.to(device), branches.to(device)
+
+    def _keys(self, slots: Tensor, positions: Tensor, deltas: Tensor, branches: Tensor) -> None:
+        if not self.maps_keys and not deltas.any():
+            return
+        bare = self.maps_keys and self.mapper.config.key_space == "unrotated"
+        turn = self.rope.tables(positions - deltas if bare else deltas)
+        turn = (turn[0], -turn[1]) if bare else turn  # takes the old rotation off
+        place = self.rope.tables(positions) if bare else None
+        for layer, tensor in enumerate(self.pool.keys):
+            flat = tensor.flatten(0, 1)
+            keys = apply_rope(flat.index_select(0, slots).float(), *turn)
+            if self.maps_keys:
+                keys = self.mapper.map("key", layer, keys, self.coefficients, branches)
+            if bare:
+                keys = apply_rope(keys, *place)
+            flat.index_copy_(0, slots, keys.to(flat.dtype))
+
+    def _statistics(self, jobs: Sequence[Job]) -> Coefficients:
+        """Mean and variance of each branch's unrotated keys and of its values, chunk by chunk."""
+        pool, count = self.pool, len(self.lengths)
+        shape = (2, count, len(pool.keys), *pool.keys[0].shape[2:])
+        keys, values = (torch.zeros(shape, device=pool.device) for _ in range(2))
+        seen = [0] * count
+        for job in jobs:
+            slots, positions, deltas, _ = self._tokens([job])
+            chunk = self._chunk(len(slots))
+            for first in range(0, len(slots), chunk):
+                part = slice(first, first + chunk)
+                cos, sin = self.rope.tables(positions[part] - deltas[part])
+                for layer in range(len(pool.keys)):
+                    k = apply_rope(pool.keys[layer].flatten(0, 1).index_select(0, slots[part]).float(), cos, -sin)
+                    v = pool.values[layer].flatten(0, 1).index_select(0, slots[part]).float()
+                    _accumulate(keys[:, job.branch, layer], k, seen[job.branch])
+                    _accumulate(values[:, job.branch, layer], v, seen[job.branch])
+                seen[job.branch] += len(slots[part])
+        for branch, length in enumerate(self.lengths):  # branches that share every piece with an earlier one
+            if not seen[branch]:
+                twin = next(b for b in range(count) if seen[b] == length)
+                keys[:, branch], values[:, branch] = keys[:, twin], values[:, twin]
+        return self.mapper.from_statistics(keys, values, self.lengths)
+
+
+def _accumulate(statistics: Tensor, x: Tensor, seen: int) -> None:
+    """Update mean and variance [2, kv_heads, head_dim] of `seen` tokens by more, x [n, kv_heads, head_dim] (Chan et al.)."""
+    count = len(x)
+    mean, variance = x.mean(0), x.var(0, unbiased=False)
+    total = seen + count
+    delta = mean - statistics[0]
+    statistics[1] = (statistics[1] * seen + variance * count + delta.square() * (seen * count / total)) / total
+    statistics[0] += delta * (count / total)
+
+
+def rerotate(pool: KVPool, rope: Rope, segment: Segment, delta: int) -> None:
+    """Move the keys of one segment by `delta` positions, in place, and its `start` with them."""
+    segment.start += delta
+    segment.moves += bool(delta)
+    Transform(pool, rope).apply([Job(segment, delta, 0)], {})
