@@ -20,9 +20,19 @@ if TYPE_CHECKING:
 
 
 def answer(
-    engine: Engine, branch: Branch, ids: list[int], params: SamplingParams, model: Model, started: float, timings: dict | None = None
+    engine: Engine,
+    branch: Branch,
+    ids: list[int],
+    params: SamplingParams,
+    model: Model,
+    started: float,
+    timings: dict[str, float] | None = None,
+    valid_vocab: int | None = None,
 ) -> Iterator[str]:
-    """Feed ids to `branch` with `model`'s weights, decode, close it; yields text, returns a Result."""
+    """Feed ids to `branch` with `model`'s weights, decode, close it; yields text, returns a Result.
+
+    started: when the call began (perf_counter). timings: seconds spent before. valid_vocab: ids from here on are not chosen.
+    """
     timings = {"rerotate": 0.0, "map": 0.0, **(timings or {})}
     writers: list[Writer] = []
     try:
@@ -41,7 +51,7 @@ def answer(
         timings["prefill"] = time.perf_counter() - mark
         mark = time.perf_counter()
         writers += open_writers([branch], [limit], "output", "the answer")
-        row = engine.decode_row(writers[0], params, limit)
+        row = engine.decode_row(writers[0], params, limit, valid_vocab=valid_vocab)
         first: float | None = None
         for _, _, piece in decode_rows(model, [row], drain=False):
             if first is None:

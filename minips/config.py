@@ -288,7 +288,7 @@ def _check(kind: str, obj: object, checks: tuple) -> None:
 PROFILES = ("minips", "official")
 ANCHORS = ("fork", "zero", "free")
 LAYOUTS = ("parallel", "sequential")
-KEEP_TURNS = ("final", "outputs", "compact", "all")
+KEEP_TURNS = ("final", "outputs", "compact", "all", "full")
 
 
 @dataclass(frozen=True)
@@ -324,6 +324,8 @@ class MergeOptions:
             ("rerotate", isinstance(self.rerotate, bool), "true or false"),
         )
         _check("MergeOptions", self, checks)
+        if self.keep_prefix and self.keep_turns == "full":
+            raise MinipsError("MergeOptions: keep_turns 'full' holds each branch's prefix and cannot be combined with keep_prefix=True")
         if self.keep_prefix and self.anchor != "fork":
             raise MinipsError(
                 f"MergeOptions: anchor {self.anchor!r} cannot be combined with keep_prefix=True, "
@@ -332,11 +334,21 @@ class MergeOptions:
 
     @classmethod
     def from_dict(cls, data: dict) -> MergeOptions:
+        """Options by name; unknown names are refused."""
         known = {field.name for field in fields(cls)}
         for key in data:
             if key not in known:
                 raise MinipsError(f"MergeOptions: unknown option {key!r}; known: {', '.join(sorted(known))}")
         return cls(**data)
+
+    def changed(self, data: dict) -> MergeOptions:
+        """These options with others put over them. Another profile or keep_prefix brings its own defaults along."""
+        kept = {field.name: getattr(self, field.name) for field in fields(self)}
+        if data.get("profile", self.profile) != self.profile:
+            del kept["keep_prefix"], kept["anchor"]
+        elif data.get("keep_prefix", self.keep_prefix) != self.keep_prefix:
+            del kept["anchor"]
+        return MergeOptions.from_dict({**kept, **data})
 
 
 @dataclass(frozen=True)

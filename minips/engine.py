@@ -219,10 +219,19 @@ class Engine:
 
     # Decoding
 
-    def decode_row(self, writer: Writer, params: SamplingParams, limit: int, stream: int | None = None, label: int = 0) -> DecodeRow:
+    def decode_row(
+        self,
+        writer: Writer,
+        params: SamplingParams,
+        limit: int,
+        stream: int | None = None,
+        label: int = 0,
+        valid_vocab: int | None = None,
+    ) -> DecodeRow:
         """A row for `decode_rows`; `stream` and `label` as in `RowSampler` and `sample`."""
+        valid_vocab = self.valid_vocab if valid_vocab is None else valid_vocab
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.stop_ids)
-        return DecodeRow(writer, params, stream, limit, stop_ids, self.valid_vocab, self.tokenizer, label)
+        return DecodeRow(writer, params, stream, limit, stop_ids, valid_vocab, self.tokenizer, label)
 
     def token_limit(self, next_position: int, params: SamplingParams) -> int:
         """New tokens that may be made: each needs a position of its own below the model's limit."""

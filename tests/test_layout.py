@@ -9,7 +9,7 @@ LAYERS = [
     {"config", "errors", "results"},
     {"rope", "attention", "sampling", "tokenizer", "chat", "gguf_convert", "hub", "weights"},
     {"kv_cache", "model", "lora", "mapper"},
-    {"decoding", "answering", "engine", "cuda_graph"},
+    {"decoding", "answering", "engine", "adapter", "cuda_graph"},
     {"transform", "merge", "synthesis"},
     {"training", "evaluation"},
     {"generate", "convert", "adapters", "train", "distill", "evaluate"},

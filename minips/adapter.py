@@ -1,0 +1,253 @@
+"""An adapter: mapper + LoRA + the merge options it was trained with, as one folder. Also reads the authors' released form.
+
+Ours: `adapter_config.json` and `adapter_model.safetensors` (PEFT's form), `mapper.safetensors`, `minips.json`.
+The release: `cache_mapper.pt`, an optional `cache_mapper_config.json`, and the LoRA in `judger_lora/`; possibly in `latest/` or
+`step_checkpoints/latest/` of the folder. It is used with profile official.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from .config import MergeOptions, ModelConfig, read_json
+from .errors import MinipsError
+from .lora import LoraAdapter, read_lora
+from .mapper import CacheMapper, MapperConfig
+from .model import Model
+
+FORMAT = 1
+PARTS = ("both", "mapper_only", "lora_only", "none")
+_RELEASE_KEYS = ("net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias")
+_MAX_MAPPER_BYTES = 1 << 30
+
+
+@dataclass
+class Adapter:
+    """What a synthesizer adds to its base model. info: base fingerprint and name, training record, as stored."""
+
+    name: str
+    mapper: CacheMapper | None
+    lora: LoraAdapter | None
+    options: MergeOptions
+    info: dict = field(default_factory=dict)
+
+    @property
+    def released_form(self) -> bool:
+        return self.options.profile == "official"
+
+
+def find_components(folder: str | Path) -> Path:
+    """The folder itself, its `latest/` or `step_checkpoints/latest/`: the first that holds an adapter of either form."""
+    folder = Path(folder)
+    for place in (folder, folder / "latest", folder / "step_checkpoints" / "latest"):
+        if any((place / name).exists() for name in ("minips.json", "cache_mapper.pt", "judger_lora", "adapter_config.json")):
+            return place
+    raise MinipsError(
+        f"{folder}: no adapter found; expected minips.json, adapter_config.json, cache_mapper.pt or judger_lora/, "
+        "here or in latest/ or step_checkpoints/latest/"
+    )
+
+
+def load_adapter(
+    folder: str | Path, model: Model, fingerprint: Callable[[], str], *, parts: str = "both", force: bool = False
+) -> Adapter:
+    """Read an adapter for `model`. parts: both, mapper_only, lora_only or none. force: accept other base weights.
+
+    fingerprint: gives the base model's, asked only where the adapter names one.
+    """
+    if parts not in PARTS:
+        raise MinipsError(f"adapter parts is {parts!r}, expected one of {', '.join(PARTS)}")
+    place = find_components(folder)
+    config = model.config
+    if (place / "minips.json").is_file():
+        adapter = _load_ours(place, model, fingerprint, force)
+    elif (place / "cache_mapper.pt").exists() or (place / "judger_lora").exists():
+        lora = read_lora(place / "judger_lora", model) if (place / "judger_lora").exists() else None
+        mapper = read_released_mapper(place, config) if (place / "cache_mapper.pt").exists() else None
+        adapter = Adapter(str(folder), mapper, lora, MergeOptions(profile="official"))
+    else:
+        adapter = Adapter(str(folder), None, read_lora(place, model), MergeOptions())
+    if parts in ("lora_only", "none"):
+        adapter.mapper = None
+    if parts in ("mapper_only", "none"):
+        adapter.lora = None
+    if adapter.mapper is not None:
+        adapter.mapper.requires_grad_(False).to(model.lm_head.weight.device)
+    return adapter
+
+
+def _load_ours(place: Path, model: Model, fingerprint: Callable[[], str], force: bool) -> Adapter:
+    path = place / "minips.json"
+    info = read_json(path)
+    if info.get("format") != FORMAT:
+        raise MinipsError(f"{path}: format is {info.get('format')!r}, expected {FORMAT}")
+    expected, found = model_shape(model.config), info.get("model_shape")
+    if found != expected:
+        raise MinipsError(f"{path}: the adapter was made for a model of shape {found}, this one is {expected}")
+    if info.get("base_fingerprint") and not force and info["base_fingerprint"] != fingerprint():
+        raise MinipsError(
+            f"{path}: the adapter was made on weights {info['base_fingerprint']} ({info.get('base_model')!r}), "
+            f"these are {fingerprint()}; force=True loads it all the same"
+        )
+    for name in ("mapper", "merge_options"):
+        if not isinstance(info.get(name) or {}, dict):
+            raise MinipsError(f"{path}: {name} is {info[name]!r}, expected an object")
+    options = MergeOptions.from_dict(info.get("merge_options") or {})
+    mapper = None
+    if info.get("mapper"):
+        unknown = set(info["mapper"]) - set(MapperConfig.__dataclass_fields__)
+        if unknown:
+            raise MinipsError(f"{path}: mapper has unknown fields {', '.join(sorted(unknown))}")
+        mapper = new_mapper(MapperConfig(**info["mapper"]), model.config)
+        if mapper.state_dict():
+            _fill(mapper, _read_safetensors(place / "mapper.safetensors"), place / "mapper.safetensors")
+    lora = read_lora(place, model) if (place / "adapter_config.json").is_file() else None
+    if lora is not None:
+        lora.base_rows = info.get("vocab_rows")
+    return Adapter(str(place), mapper, lora, options, info)
+
+
+def new_mapper(config: MapperConfig, model: ModelConfig) -> CacheMapper:
+    """A fresh (identity) mapper for a model's shape."""
+    return CacheMapper(config, model.num_hidden_layers, model.num_key_value_heads, model.head_dim)
+
+
+def model_shape(config: ModelConfig) -> dict:
+    """What a mapper depends on besides the weights: layers, KV heads, head_dim, RoPE."""
+    return {
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "rope": asdict(config.rope),
+    }
+
+
+def _fill(mapper: CacheMapper, tensors: dict[str, Tensor], path: Path) -> None:
+    """Copy tensors into a mapper; names, shapes and finiteness are checked one by one first."""
+    wanted = mapper.state_dict()
+    missing, extra = sorted(set(wanted) - set(tensors)), sorted(set(tensors) - set(wanted))
+    if missing or extra:
+        raise MinipsError(f"{path}: mapper tensors missing: {', '.join(missing) or 'none'}; unknown: {', '.join(extra) or 'none'}")
+    for name, tensor in tensors.items():
+        if tensor.shape != wanted[name].shape:
+            raise MinipsError(f"{path}: {name} is {list(tensor.shape)}, expected {list(wanted[name].shape)}")
+        if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
+            raise MinipsError(f"{path}: {name} holds values that are not finite numbers")
+    mapper.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except FileNotFoundError:
+        raise MinipsError(f"{path}: no such file") from None
+    except (SafetensorError, OSError) as error:
+        raise MinipsError(f"{path}: not readable as safetensors ({error})") from None
+
+
+def read_released_mapper(place: Path, config: ModelConfig) -> CacheMapper:
+    """The release's `cache_mapper.pt`, tensors only; without cache_mapper_config.json it is hidden 32, features both."""
+    path, settings = place / "cache_mapper.pt", {}
+    if (place / "cache_mapper_config.json").is_file():
+        settings = read_json(place / "cache_mapper_config.json")
+    fields = {"hidden_dim": settings.get("hidden_dim", 32), "metadata_features": settings.get("metadata_features", "both")}
+    mapper = new_mapper(MapperConfig("affine", **fields), config)
+    try:
+        if path.stat().st_size > _MAX_MAPPER_BYTES:
+            raise MinipsError(f"{path}: is {path.stat().st_size} bytes, far more than a cache mapper has")
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError) as error:
+        if isinstance(error, MinipsError):
+            raise
+        raise MinipsError(f"{path}: not readable as a tensor-only checkpoint ({str(error).splitlines()[0][:120]})") from None
+    if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
+        raise MinipsError(f"{path}: expected a dictionary of the tensors {', '.join(_RELEASE_KEYS)}")
+    _fill(mapper, dict(tensors), path)
+    return mapper
+
+
+def save_adapter(adapter: Adapter, folder: str | Path, config: ModelConfig, *, base_fingerprint: str, base_model: str = "") -> Path:
+    """Write our form; built beside and renamed, so that a half-written folder is never seen. The folder must not exist."""
+    info = {
+        **{key: value for key, value in adapter.info.items() if key == "training"},
+        "format": FORMAT,
+        "base_fingerprint": base_fingerprint,
+        "base_model": base_model,
+        "model_shape": model_shape(config),
+        "mapper": asdict(adapter.mapper.config) if adapter.mapper is not None else None,
+        "merge_options": asdict(adapter.options),
+        "vocab_rows": adapter.lora.base_rows if adapter.lora is not None else None,  # of a vocabulary cut before training
+    }
+
+    def fill(place: Path) -> None:
+        write_json(place / "minips.json", info)
+        if adapter.mapper is not None and adapter.mapper.state_dict():
+            tensors = {name: tensor.detach().float().cpu().contiguous() for name, tensor in adapter.mapper.state_dict().items()}
+            save_file(tensors, place / "mapper.safetensors")
+        if adapter.lora is not None:
+            write_lora(adapter.lora, place)
+
+    return write_folder(folder, fill)
+
+
+def save_released_form(adapter: Adapter, folder: str | Path) -> Path:
+    """Write the authors' form; only a mapper of kind affine has one."""
+    if adapter.mapper is not None and adapter.mapper.config.kind != "affine":
+        raise MinipsError(f"{adapter.name}: a mapper of kind {adapter.mapper.config.kind!r} has no released form, only affine has")
+
+    def fill(place: Path) -> None:
+        if adapter.mapper is not None:
+            tensors = {name: tensor.detach().cpu().clone() for name, tensor in adapter.mapper.state_dict().items()}
+            torch.save(tensors, place / "cache_mapper.pt")
+            fields = {name: getattr(adapter.mapper.config, name) for name in ("hidden_dim", "metadata_features")}
+            write_json(place / "cache_mapper_config.json", fields)
+        if adapter.lora is not None:
+            (place / "judger_lora").mkdir()
+            write_lora(adapter.lora, place / "judger_lora")
+
+    return write_folder(folder, fill)
+
+
+def write_lora(lora: LoraAdapter, place: Path) -> None:
+    """PEFT's two files; LoRA tensors in fp32, nothing else."""
+    tensors = {}
+    for name, (a, b, _) in lora.pairs.items():
+        tensors[f"base_model.model.{name}.lora_A.weight"] = a.float().cpu().contiguous()
+        tensors[f"base_model.model.{name}.lora_B.weight"] = b.float().cpu().contiguous()
+    save_file(tensors, place / "adapter_model.safetensors", metadata={"format": "pt"})
+    write_json(place / "adapter_config.json", lora.config)
+
+
+def write_json(path: Path, data: dict) -> None:
+    path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def write_folder(folder: str | Path, fill: Callable[[Path], None]) -> Path:
+    """Make `folder` whole or not at all: `fill` writes into a sibling, which is then renamed."""
+    folder = Path(folder)
+    if folder.exists():
+        raise MinipsError(f"{folder}: exists already, expected a new folder")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        try:
+            work.chmod(0o755)
+            fill(work)
+            os.rename(work, folder)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    except OSError as error:
+        raise MinipsError(f"{folder}: cannot be written ({error.strerror or error})") from None
+    return folder
