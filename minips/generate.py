@@ -31,6 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("task", metavar="TASK", help="the question or task")
     add("--model", default=DEFAULT_MODEL, help="name, folder or hub id (default: %(default)s)")
+    add("--adapter", metavar="NAME", help="mapper and LoRA of the synthesizer: name, folder or hub id (default: base weights)")
     add("--workers", type=int, metavar="M", help="number of workers (default: 4, or one for each --worker-prompt)")
     add("--worker-prompt", action="append", default=[], metavar="TEXT", help="what one worker is told besides the task; repeatable")
     add("--prompt", metavar="TEXT", help="what the synthesizer is asked (default: restates the task)")
@@ -97,7 +98,10 @@ def run(args: argparse.Namespace) -> int:
     count = sum(parameter.numel() for parameter in engine.model.parameters())
     dtype = str(engine.dtype).removeprefix("torch.")
     say(f"{args.model}: {count / 1e6:.0f}M parameters, {dtype} on {engine.device}, loaded in {time.perf_counter() - started:.1f} s")
-    synthesizer = Synthesizer(engine)
+    synthesizer = Synthesizer(engine, args.adapter)
+    if args.adapter:
+        kind = synthesizer.mapper.config.kind if synthesizer.mapper is not None else "none"
+        say(f"adapter {args.adapter}: mapper {kind}, {len(synthesizer.adapter.lora.pairs) if synthesizer.adapter.lora else 0} LoRA modules")
     synthesizer.check_room(args.task, prompts, prompt, worker_params, params, system=args.system)
     with engine.prefill(args.task, system=args.system) as prefix:
         branches = decode_workers(engine, prefix, prompts, worker_params, say)
@@ -167,6 +171,7 @@ def describe(
         "prefilled_tokens": result.prefilled_tokens,
         "reused_tokens": result.reused_tokens,
         "model": args.model,
+        "adapter": args.adapter,
         "method": args.method,
         "task": args.task,
         "system": args.system,

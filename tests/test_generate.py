@@ -1,0 +1,135 @@
+"""The command line: what it prints where, its exit codes, and one clear line for every mistake. FAULTS items 46, 47, 60."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from minips.generate import main
+
+TASK = "Name one way to keep a house cool."
+SHORT = ["--workers", "2", "--worker-tokens", "12", "--max-tokens", "12"]
+
+
+def run(capsys, *argv):
+    code = main(list(argv))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        ([""], "TASK is empty"),
+        (["  \n"], "TASK is empty"),
+        (["x", "--workers", "0"], "--workers is 0"),
+        (["x", "--workers", "-3"], "--workers is -3"),
+        (["x", "--workers", "3", "--worker-prompt", "a"], "--workers is 3, but --worker-prompt was given 1 times"),
+        (["x", "--temperature", "-1"], "temperature is -1.0"),
+        (["x", "--temperature", "nan"], "temperature is nan"),
+        (["x", "--answer-temperature", "-2"], "temperature is -2.0"),
+        (["x", "--top-p", "1.5"], "top_p is 1.5"),
+        (["x", "--top-k", "-1"], "top_k is -1"),
+        (["x", "--min-p", "7"], "min_p is 7"),
+        (["x", "--repetition-penalty", "0"], "repetition_penalty is 0"),
+        (["x", "--seed", "-1"], "seed is -1"),
+        (["x", "--max-tokens", "0"], "max_tokens is 0"),
+        (["x", "--worker-tokens", "0"], "max_tokens is 0"),
+        (["x", "--stop", ""], "stop is"),
+        (["x", "--model", "/no/such/folder"], "/no/such/folder"),
+        (["x", "--model", ""], "name is empty"),
+        (["x", "--model", "nonsense"], "'nonsense' was not found"),
+        (["x", "--model", "{empty}"], "config.json: no such file"),
+        (["x", "--model", "{file}"], "is a file, expected a model folder"),
+    ],
+)
+def test_mistakes_give_one_line_and_exit_code_1(capsys, tmp_path, argv, message):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("x")
+    argv = [part.format(empty=tmp_path / "empty", file=tmp_path / "file") for part in argv]
+    code, out, err = run(capsys, *argv)
+    assert code == 1 and out == "" and message in err
+    assert err.startswith("minips: error: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("argv", [[], ["x", "--no-such-flag"], ["x", "--workers", "two"], ["x", "--method", "magic"], ["x", "y"]])
+def test_bad_usage_is_exit_code_2(capsys, argv):
+    with pytest.raises(SystemExit) as stop:
+        main(argv)
+    assert stop.value.code == 2 and "usage:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--dtype", "float8"], "dtype is 'float8'"),
+        (["--device", "abacus"], "device is 'abacus'"),
+        (["--device", "cuda:7"], "cuda:7"),
+        (["--page-size", "0"], "page_size is 0"),
+        (["--max-kv-tokens", "100"], "a run of 2 workers and a synthesizer needs"),
+        (["--workers", "5000"], "a run of 5000 workers and a synthesizer needs"),
+        (["--adapter", "nonsense"], "adapter 'nonsense' was not found"),
+    ],
+)
+def test_mistakes_that_need_the_model(capsys, default_model, argv, message):
+    code, out, err = run(capsys, TASK, "--quiet", *SHORT[2:], *(argv if "--workers" in argv else ["--workers", "2", *argv]))
+    assert code == 1 and out == "" and message in err and err.count("\n") == 1
+
+
+def test_a_task_beyond_the_context_is_refused(capsys, default_model):
+    code, out, err = run(capsys, "heat " * 9000, "--quiet", "--max-kv-tokens", "60000", *SHORT)
+    assert code == 1 and out == "" and "the model's limit is 8192" in err
+
+
+def test_the_answer_alone_goes_to_stdout(capsys, default_model):
+    code, answer, err = run(capsys, TASK, *SHORT)
+    assert code == 0 and answer.strip() and "\ufffd" not in answer
+    for part in ("135M parameters", "bfloat16", "worker 1:", "worker 2:", "tokens/s", "TTFT", "not prefilled again"):
+        assert part in err
+    code, quiet, err = run(capsys, TASK, "--quiet", *SHORT)
+    assert code == 0 and quiet == answer and err == ""
+
+
+@pytest.mark.parametrize("method", ["parallel", "text"])
+def test_json_is_one_object_that_repeats_the_run(capsys, default_model, method):
+    prompts = ["--worker-prompt", "Think of plants.", "--worker-prompt", "Think of windows."]
+    argv = [TASK, "--method", method, "--json", "--quiet", *SHORT[2:], *prompts, "--stop", "zzz"]
+    code, out, err = run(capsys, *argv)
+    found = json.loads(out)
+    assert code == 0 and err == "" and found["method"] == method and found["worker_prompts"] == ["Think of plants.", "Think of windows."]
+    assert found["answer"] and len(found["workers"]) == 2 and found["params"]["stop"] == ["zzz"]
+    assert found["ttft"] > 0 and set(found["timings"]) == {"rerotate", "map", "prefill", "first_token", "decode"}
+    again = json.loads(run(capsys, *argv)[1])
+    assert again["token_ids"] == found["token_ids"] and again["workers"] == found["workers"]
+    other = json.loads(run(capsys, *argv, "--seed", "7")[1])
+    assert other["workers"] != found["workers"]
+
+
+def command(*argv, **options):
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    return subprocess.Popen([sys.executable, "-m", "minips.generate", *argv], env=environment, stderr=subprocess.PIPE, text=True, **options)
+
+
+def test_ctrl_c_is_exit_code_130_without_a_traceback(default_model):
+    process = command(TASK, "--worker-tokens", "2000", stdout=subprocess.PIPE)
+    lines = []
+    while "workers," not in (lines[-1] if lines else ""):
+        lines.append(process.stderr.readline())
+        assert lines[-1], lines
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and out == "" and "Traceback" not in err and err.endswith("interrupted\n")
+
+
+def test_a_closed_stdout_and_stdin_give_no_traceback(default_model):
+    read, write = os.pipe()
+    os.close(read)
+    process = command(TASK, "--quiet", *SHORT, stdout=write, stdin=subprocess.DEVNULL)
+    os.close(write)
+    err = process.communicate(timeout=120)[1]
+    assert process.returncode == 1 and "Traceback" not in err and "Exception" not in err
