@@ -36,6 +36,7 @@ def answer(
     timings = {"rerotate": 0.0, "map": 0.0, **(timings or {})}
     writers: list[Writer] = []
     try:
+        branch.busy = True
         if not ids:
             raise MinipsError("prompt is empty: it has no tokens")
         engine.check_positions(branch.next_position, len(ids), "the prompt")
@@ -80,6 +81,7 @@ def answer(
     finally:
         for writer in writers:
             writer.abort()
+        branch.busy = False
         branch.close()
 
 

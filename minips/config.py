@@ -9,6 +9,7 @@ from pathlib import Path
 from .errors import MinipsError
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+DEFAULT_MODEL = "smollm2-135m"  # SmolLM2-135M-Instruct, fetched on first use
 ROPE_TYPES = ("default", "llama3")
 _SCALING_FIELDS = ("factor", "low_freq_factor", "high_freq_factor", "long_factor", "short_factor", "mrope_section")
 GREEDY_EPSILON = 1e-5  # temperatures below this are greedy
@@ -20,7 +21,7 @@ def read_json(path: Path) -> dict:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise MinipsError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise MinipsError(f"{path}: not readable as JSON ({error})") from None
     if not isinstance(data, dict):
         raise MinipsError(f"{path}: expected a JSON object, found {type(data).__name__}")
@@ -251,8 +252,10 @@ class SamplingParams:
     return_logits: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            value = () if value is None else (value,) if isinstance(value, (str, int)) else value
+            object.__setattr__(self, name, tuple(value) if isinstance(value, (list, tuple, set, frozenset)) else (value,))
         object.__setattr__(self, "top_k", 0 if self.top_k is None else self.top_k)
         checks = (
             ("max_tokens", is_integer(self.max_tokens) and self.max_tokens >= 1, "an integer of at least 1"),
@@ -313,7 +316,7 @@ class MergeOptions:
         if self.keep_prefix is None:
             object.__setattr__(self, "keep_prefix", not official)
         if self.anchor is None:
-            object.__setattr__(self, "anchor", "zero" if official else "fork" if self.keep_prefix else "free")
+            object.__setattr__(self, "anchor", "fork" if self.keep_prefix else "zero" if official else "free")
         checks = (
             ("profile", self.profile in PROFILES, f"one of {', '.join(PROFILES)}"),
             ("keep_prefix", isinstance(self.keep_prefix, bool), "true or false"),

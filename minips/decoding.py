@@ -25,16 +25,21 @@ class Writer:
 
     def __init__(self, branch: Branch, capacity: int, role: str = "context", hide: int = 0):
         pool = branch.pool
-        self.branch, self.pool, self.role = branch, pool, role
-        self.segment = Segment(pool.allocate(pool.pages_for(capacity)), 0, branch.next_position - hide, role)
+        self.branch, self.pool = branch, pool
         past = [pool.slots(segment.pages, segment.length) for segment in branch.segments]
         self.past = sum(map(len, past)) - hide
-        self.slots = torch.cat([*past, pool.slots(self.segment.pages, capacity)])
-        if hide:
-            self.slots = torch.cat((self.slots[: self.past], self.slots[self.past + hide :]))
-        steps = torch.arange(len(self.slots), device=self.slots.device) if len(self.slots) else self.slots
-        contiguous = len(self.slots) > 0 and bool((self.slots - self.slots[0] == steps).all())
-        self.first_slot = int(self.slots[0]) if contiguous else None
+        self.segment: Segment | None = Segment(pool.allocate(pool.pages_for(capacity)), 0, branch.next_position - hide, role)
+        pool.writing.update(self.segment.pages)
+        try:
+            self.slots = torch.cat([*past, pool.slots(self.segment.pages, capacity)])
+            if hide:
+                self.slots = torch.cat((self.slots[: self.past], self.slots[self.past + hide :]))
+            steps = torch.arange(len(self.slots), device=self.slots.device)
+            contiguous = len(self.slots) > 0 and bool((self.slots - self.slots[0] == steps).all())
+            self.first_slot = int(self.slots[0]) if contiguous else None
+        except BaseException:  # out of memory, Ctrl-C
+            self.abort()
+            raise
 
     def row(self, count: int) -> AttentionRow:
         return AttentionRow(self.slots, self.past + self.segment.length, count, self.first_slot)
@@ -46,6 +51,7 @@ class Writer:
     def commit(self, token_ids: list[int], stop_token: int | None = None) -> Segment:
         """Give the first `len(token_ids)` tokens (and a cached stop token behind them) to the branch, the other pages back."""
         segment, self.segment = self.segment, None
+        self.pool.writing.difference_update(segment.pages)
         segment.length, segment.stop_token = len(token_ids), stop_token
         used = self.pool.pages_for(segment.length + (stop_token is not None))
         self.pool.release(segment.pages[used:])
@@ -56,8 +62,9 @@ class Writer:
     def abort(self) -> None:
         """Give every page back; nothing after `commit`."""
         if self.segment is not None:
-            self.pool.release(self.segment.pages)
-            self.segment = None
+            segment, self.segment = self.segment, None
+            self.pool.writing.difference_update(segment.pages)
+            self.pool.release(segment.pages)
 
 
 def open_writers(branches: Sequence[Branch], counts: Sequence[int], role: str, what: str, hide: int = 0) -> list[Writer]:
@@ -66,7 +73,15 @@ def open_writers(branches: Sequence[Branch], counts: Sequence[int], role: str, w
         return []
     pool: KVPool = branches[0].pool
     pool.require(sum(pool.pages_for(count) for count in counts), what)
-    return [Writer(branch, count, role, hide) for branch, count in zip(branches, counts)]
+    writers: list[Writer] = []
+    try:
+        for branch, count in zip(branches, counts):
+            writers.append(Writer(branch, count, role, hide))
+    except BaseException:
+        for writer in writers:
+            writer.abort()
+        raise
+    return writers
 
 
 @torch.no_grad()

@@ -9,18 +9,18 @@ from pathlib import Path
 import torch
 
 from .answering import answer, score_ids
-from .chat import ChatFormat, detect_format, require_format
-from .config import EngineConfig, ModelConfig, SamplingParams, is_integer
+from .chat import ChatFormat, detect_format
+from .config import EngineConfig, ModelConfig, SamplingParams
 from .decoding import DecodeRow, Writer, decode_rows, open_writers, prefill
 from .errors import MinipsError
 from .hub import resolve_model
 from .kv_cache import Branch, KVPool, Segment, default_kv_tokens
 from .model import Model
+from .prompts import Prompt, Prompts
 from .results import Result, Scores, TextStream
 from .tokenizer import Tokenizer
 from .weights import fingerprint, load_weights, resolve_device, resolve_dtype
 
-Prompt = str | list
 OnToken = Callable[[int, int | None, str], None]
 
 
@@ -39,6 +39,7 @@ class Engine:
     ):
         self.model, self.config, self.tokenizer, self.chat = model, config, tokenizer, chat
         self.settings, self.folder = settings, folder
+        self.prompts = Prompts(config, tokenizer, chat, folder)
         weight = model.lm_head.weight
         self.device, self.dtype = weight.device, weight.dtype
         kv_dtype = self.dtype if settings.kv_dtype == "auto" else resolve_dtype(settings.kv_dtype, config)
@@ -46,7 +47,11 @@ class Engine:
         self.kv_bytes_per_token = 2 * config.num_hidden_layers * shape[1] * shape[2] * kv_dtype.itemsize
         tokens = settings.max_kv_tokens or default_kv_tokens(config.max_position_embeddings, self.kv_bytes_per_token, self.device)
         pages = -(-tokens // settings.page_size) + 1  # and the null page
-        self.pool = KVPool(config.num_hidden_layers, pages, *shape, kv_dtype, self.device)
+        try:
+            self.pool = KVPool(config.num_hidden_layers, pages, *shape, kv_dtype, self.device)
+        except (RuntimeError, MemoryError, OverflowError, TypeError):
+            size = tokens * self.kv_bytes_per_token / 2**30
+            raise MinipsError(f"KV cache: {tokens} tokens ({size:.4g} GiB) cannot be allocated; lower max_kv_tokens") from None
         self.valid_vocab = min(config.vocab_size, tokenizer.vocab_size) if tokenizer is not None else config.vocab_size
         self.stop_ids = frozenset(tokenizer.eos_token_ids if tokenizer is not None else config.eos_token_ids)
         self.counters = dict.fromkeys(("prefilled_tokens", "decoded_tokens", "reused_tokens", "rerotated_tokens", "copied_tokens"), 0)
@@ -83,28 +88,6 @@ class Engine:
             self._fingerprint = fingerprint(self.folder, self.config) if self.folder else f"unsaved-{id(self.model):x}"
         return self._fingerprint
 
-    # Prompts to ids
-
-    def encode_prompt(self, prompt: Prompt, kind: str, *, raw: bool = False, **chat_arguments: object) -> list[int]:
-        """Ids of a prompt. kind: full, prefix, branch or continuation, the pieces of `ChatFormat`."""
-        if isinstance(prompt, (list, tuple)) and all(map(is_integer, prompt)):
-            for token in prompt:
-                if not 0 <= token < self.config.vocab_size:
-                    raise MinipsError(f"token id {token} is outside the model's vocabulary of {self.config.vocab_size}")
-            return list(prompt)
-        if not isinstance(prompt, (str, list, tuple)):
-            raise MinipsError(f"prompt is {type(prompt).__name__}, expected a string, a list of messages or a list of token ids")
-        if self.tokenizer is None:
-            raise MinipsError(f"{self.folder}: no tokenizer.json, so prompts must be lists of token ids")
-        if raw:
-            if not isinstance(prompt, str):
-                raise MinipsError("raw prompts are strings; messages need the model's chat format")
-            if chat_arguments.get("system"):
-                raise MinipsError("raw=True cannot be combined with a system text; put it into the prompt")
-            return self.tokenizer.encode_raw(prompt) if kind in ("full", "prefix") else self.tokenizer.encode(prompt)
-        piece = getattr(require_format(self.chat), kind)
-        return piece(prompt, **chat_arguments)
-
     def check_positions(self, first: int, count: int, what: str) -> None:
         """Refuse `count` tokens from position `first` on where the model's limit is below that."""
         if first + count > self.config.max_position_embeddings:
@@ -112,6 +95,8 @@ class Engine:
 
     def check_branches(self, branches: Sequence[Branch], call: str) -> list[Branch]:
         """The handles as a list; refused where one is no branch of this engine, closed, or there twice."""
+        if not isinstance(branches, (Branch, list, tuple)):
+            raise MinipsError(f"{call}: branches is {type(branches).__name__}, expected a list of Branch")
         branches = [branches] if isinstance(branches, Branch) else list(branches)
         for index, branch in enumerate(branches):
             if not isinstance(branch, Branch):
@@ -120,6 +105,8 @@ class Engine:
                 raise MinipsError(f"{call}: branch {index} belongs to another engine")
             if branch.closed:
                 raise MinipsError(f"{call}: branch {index} is closed (merged or freed earlier)")
+            if branch.busy:
+                raise MinipsError(f"{call}: branch {index} is being decoded just now")
         if len({id(branch) for branch in branches}) < len(branches):
             raise MinipsError(f"{call}: the same branch is there twice")
         return branches
@@ -128,10 +115,11 @@ class Engine:
 
     def prefill(self, prompt: Prompt, *, system: str | None = None, raw: bool = False) -> Branch:
         """Compute a root (c_sh). A string leaves its user turn open for `fork`."""
-        ids = self.encode_prompt(prompt, "prefix", raw=raw, system=system)
+        ids = self.prompts.encode(prompt, "prefix", raw=raw, system=system)
         root = self._root(ids)
         root.raw = raw
-        root.open_turn = isinstance(prompt, str) and not raw
+        if isinstance(prompt, str) and not raw:
+            root.turn = "open" if prompt else "open_empty"
         root.fork_depth = len(root.segments)
         return root
 
@@ -167,7 +155,7 @@ class Engine:
         self.check_branches([prefix], "fork")
         if isinstance(prompts, str) or not isinstance(prompts, (list, tuple)):
             raise MinipsError("fork: prompts must be a list with one prompt a branch")
-        ids = [self.encode_prompt(p, "branch", raw=prefix.raw, open_turn=prefix.open_turn) for p in prompts]
+        ids = [self.prompts.fork(prefix, prompt) for prompt in prompts]
         distinct = list(dict.fromkeys(map(tuple, ids)))
         firsts: list[Branch] = []
         branches: list[Branch] = []
@@ -178,7 +166,7 @@ class Engine:
             for row in map(tuple, ids):
                 first = firsts[distinct.index(row)]
                 branch = unused.pop(row, None) or first.child()
-                branch.fork_depth, branch.open_turn = len(prefix.segments), False
+                branch.fork_depth, branch.turn = len(prefix.segments), "assistant"
                 branches.append(branch)
         except BaseException:
             for branch in (*firsts, *branches):
@@ -191,31 +179,26 @@ class Engine:
         """Append the next turn (user text, messages with tool results, or ids) to each branch; only it is prefilled."""
         branches = self.check_branches(branches, "extend")
         _same_count("extend", branches, prompts, "prompts")
-        ids = [self.encode_prompt(p, "continuation", raw=b.raw) for b, p in zip(branches, prompts)]
+        ids = [self.prompts.encode(p, "continuation", raw=b.raw) for b, p in zip(branches, prompts)]
         self.append(branches, ids)
         for branch in branches:
-            branch.open_turn = False
+            branch.turn = "assistant"
         return branches
 
     def encode(self, branches: Sequence[Branch], outputs: Sequence[str | list[int]]) -> list[Branch]:
         """Give each branch its z (text or ids) instead of decoding it; every token is kept."""
         branches = self.check_branches(branches, "encode")
         _same_count("encode", branches, outputs, "outputs")
-        ids = [self.encode_output(output) for output in outputs]
+        ids = [self.prompts.output(output) for output in outputs]
         self.append(branches, ids, role="output")
         for branch, row, output in zip(branches, ids, outputs):
-            branch.output_ids, branch.finish_reason = row, "given"
+            branch.output_ids, branch.finish_reason, branch.turn = row, "given", "assistant"
+            branch.logprobs = branch.logits = None
             branch.text = output if isinstance(output, str) else self.tokenizer.decode(row) if self.tokenizer is not None else ""
             if not row:
                 branch.adopt(Segment([], 0, branch.next_position, "output"), [])
             branch.segments[-1].ended = "given"
         return branches
-
-    def encode_output(self, output: str | list[int]) -> list[int]:
-        """Ids of plain text that follows in the same turn (no BOS, markers off), or ids as they are."""
-        if isinstance(output, str) and self.tokenizer is not None:
-            return self.tokenizer.encode(output)
-        return self.encode_prompt(output, "branch", raw=True)
 
     # Decoding
 
@@ -251,8 +234,7 @@ class Engine:
         """
         branches = self.check_branches(branches, "decode")
         shared = params is None or isinstance(params, SamplingParams)
-        each = [params or SamplingParams()] * len(branches) if shared else list(params)
-        _same_count("decode", branches, each, "params")
+        each = params_for(params, len(branches))
         self.ensure_logits(branches)
         leaders: dict[object, list[int]] = {}
         for index, (branch, row_params) in enumerate(zip(branches, each)):
@@ -263,6 +245,8 @@ class Engine:
         limits = [self.token_limit(branch.next_position, each[group[0]]) for branch, group in zip(firsts, groups)]
         writers = open_writers(firsts, limits, "output", f"decoding {len(firsts)} workers")
         try:
+            for branch in branches:
+                branch.busy = True
             rows = [
                 self.decode_row(writer, each[group[0]], limit, group[0] if shared else None, group[0])
                 for writer, group, limit in zip(writers, groups, limits)
@@ -273,6 +257,8 @@ class Engine:
             for row, writer, group in zip(rows, writers, groups):
                 self._finish(row, writer, [branches[index] for index in group])
         finally:
+            for branch in branches:
+                branch.busy = False
             for writer in writers:
                 writer.abort()
         return branches
@@ -286,7 +272,8 @@ class Engine:
                 self.pool.retain(segment.pages)
                 branch.adopt(segment, row.ids)
             branch.output_ids, branch.text, branch.finish_reason = list(row.ids), row.text, row.finish_reason
-            branch.next_logits, branch.logprobs, branch.open_turn = row.last_logits, row.logprobs, False
+            branch.next_logits, branch.turn = row.last_logits, "assistant"
+            branch.logprobs = None if row.logprobs is None else [dict(entry) for entry in row.logprobs]
             branch.logits = torch.stack(row.logits) if row.logits else None
 
     def ensure_logits(self, branches: Sequence[Branch]) -> None:
@@ -316,13 +303,13 @@ class Engine:
     ) -> TextStream:
         """As `generate`, piece by piece."""
         started = time.perf_counter()
-        ids = self.encode_prompt(prompt, "full", raw=raw, system=system)
-        return TextStream(answer(self, Branch(self.pool, self, [], [], 0), ids, params or SamplingParams(), self.model, started))
+        ids = self.prompts.encode(prompt, "full", raw=raw, system=system)
+        return TextStream(answer(self, Branch(self.pool, self, [], [], 0), ids, params_for(params, 1)[0], self.model, started))
 
     def score(self, prompt: Prompt, target: str | list[int], *, system: str | None = None, raw: bool = False) -> Scores:
         """Log-probabilities of `target` (text or ids) as the answer to `prompt`."""
-        ids = self.encode_prompt(prompt, "full", raw=raw, system=system)
-        return score_ids(self, Branch(self.pool, self, [], [], 0), ids, self.encode_output(target), self.model)
+        ids = self.prompts.encode(prompt, "full", raw=raw, system=system)
+        return score_ids(self, Branch(self.pool, self, [], [], 0), ids, self.prompts.output(target), self.model)
 
     # State
 
@@ -344,9 +331,23 @@ class Engine:
         return self.pool.check()
 
     def close(self) -> None:
-        """Close every branch of this engine."""
-        for branch in list(self.pool.branches):
+        """Close every branch of this engine. Refused while a stream is open or a batch is being decoded."""
+        open_branches = list(self.pool.branches)
+        if any(branch.busy for branch in open_branches):
+            raise MinipsError("engine.close: a stream is open or a batch is being decoded; close or finish it first")
+        for branch in open_branches:
             branch.close()
+
+
+def params_for(params: SamplingParams | Sequence[SamplingParams] | None, count: int, call: str = "decode") -> list[SamplingParams]:
+    """One SamplingParams a row from one for all, a list, or None for the defaults."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if not isinstance(params, (list, tuple)) or not all(isinstance(row, SamplingParams) for row in params):
+        raise MinipsError(f"{call}: params is {type(params).__name__}, expected a SamplingParams or a list with one for each row")
+    if len(params) != count:
+        raise MinipsError(f"{call}: {count} branches but {len(params)} params, expected one each")
+    return list(params)
 
 
 def _same_count(call: str, branches: Sequence, items: Sequence, what: str) -> None:

@@ -8,19 +8,20 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
-from .chat import default_prompt, text_prompt
-from .config import SamplingParams
-from .engine import Engine
+from .config import DEFAULT_MODEL, SamplingParams
 from .errors import MinipsError
-from .hub import DEFAULT_MODEL
-from .kv_cache import Branch
 from .results import Result, TextStream, WorkerOutput
-from .synthesis import Synthesizer
+
+if TYPE_CHECKING:  # torch is loaded in `run`, behind the checks of the arguments
+    from .engine import Engine
+    from .kv_cache import Branch
 
 METHODS = ("parallel", "text")
+PROGRESS_SECONDS = 5.0
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -79,12 +80,18 @@ def run(args: argparse.Namespace) -> int:
 
     if not args.task.strip():
         raise MinipsError("TASK is empty")
+    check_text(args)
     prompts = worker_prompts(args)
     common = {"repetition_penalty": args.repetition_penalty, "seed": args.seed}
     worker_params = SamplingParams(
         max_tokens=args.worker_tokens, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, min_p=args.min_p, **common
     )
     params = SamplingParams(max_tokens=args.max_tokens, temperature=args.answer_temperature, stop=args.stop, **common)
+
+    from .chat import default_prompt, text_prompt
+    from .engine import Engine
+    from .synthesis import Synthesizer
+
     prompt = args.prompt if args.prompt is not None else default_prompt(args.task)
     started = time.perf_counter()
     engine = Engine.from_pretrained(
@@ -118,17 +125,38 @@ def run(args: argparse.Namespace) -> int:
                 branch.close()
     result.workers = workers
     if args.json:
-        print(json.dumps(describe(args, result, prompt, worker_params, params), ensure_ascii=False, indent=2))
+        ascii_only = not (sys.stdout.encoding or "").lower().startswith("utf")
+        print(json.dumps(describe(args, result, prompt, worker_params, params), ensure_ascii=ascii_only, indent=2))
     say(figures(args.method, result))
     return 0
 
 
-def decode_workers(engine: Engine, prefix: Branch, prompts: Sequence[str], params: SamplingParams, say) -> list[Branch]:
-    """Fork and decode the workers in one batch; one line for each as it ends."""
+def check_text(args: argparse.Namespace) -> None:
+    """Refuse arguments that are no valid text (bytes that the terminal's encoding does not know)."""
+    for name, value in vars(args).items():
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and any(0xD800 <= ord(character) < 0xE000 for character in text):
+                raise MinipsError(f"{'TASK' if name == 'task' else '--' + name.replace('_', '-')} is not valid text: {ascii(text)[:60]}")
+
+
+def decode_workers(
+    engine: Engine, prefix: Branch, prompts: Sequence[str], params: SamplingParams, say: Callable[[str], None]
+) -> list[Branch]:
+    """Fork and decode the workers in one batch; a sign of life every few seconds, then one line for each worker."""
     branches = engine.fork(prefix, prompts)
     say(f"{len(branches)} workers, {prefix.num_tokens} tokens of shared prefix, up to {params.max_tokens} tokens each")
-    started = time.perf_counter()
-    engine.decode(branches, params)
+    started = last = time.perf_counter()
+    made = 0
+
+    def progress(row: int, token: int | None, text: str) -> None:
+        nonlocal made, last
+        made += token is not None
+        now = time.perf_counter()
+        if now - last > PROGRESS_SECONDS:
+            say(f"  {made} tokens after {now - started:.0f} s, {made / (now - started):.0f} tokens/s")
+            last = now
+
+    engine.decode(branches, params, on_token=progress)
     seconds = time.perf_counter() - started
     for index, branch in enumerate(branches):
         tail = " ".join(branch.text.split())
@@ -185,6 +213,11 @@ def describe(
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0 done, 1 refused or failed (one line), 2 bad usage, 130 Ctrl-C."""
     args = build_parser().parse_args(argv)
+    if sys.stderr is None:  # closed by the caller: print would fall back to stdout
+        sys.stderr = open(os.devnull, "w")
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a terminal that cannot show a character must not end the run
+            stream.reconfigure(errors="backslashreplace")
     warnings.showwarning = lambda message, *_, **__: print(f"minips: warning: {message}", file=sys.stderr)
     try:
         return run(args)
@@ -195,8 +228,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\nminips: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of stdout went away: nobody is left to tell
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence_stdout()
         return 1
+    except OSError as error:
+        silence_stdout()
+        print(f"minips: error: the output cannot be written ({error.strerror or error})", file=sys.stderr)
+        return 1
+
+
+def silence_stdout() -> None:
+    """Point stdout at nothing, so that the interpreter's last flush does not fail too."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

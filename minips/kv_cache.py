@@ -58,6 +58,7 @@ class KVPool:
         self.ref_count = [0] * num_pages
         self._free = [(1, num_pages - 1)] if num_pages > 1 else []  # sorted runs (first page, count)
         self.branches: weakref.WeakSet[Branch] = weakref.WeakSet()
+        self.writing: set[int] = set()  # pages of segments that are being written and have no branch yet
 
     @property
     def num_free(self) -> int:
@@ -122,10 +123,14 @@ class KVPool:
     def copy(self, segment: Segment, first: int, length: int) -> Segment:
         """A segment of its own (count 1) holding `length` cached tokens of `segment` from token `first` on."""
         pages = self.allocate(self.pages_for(length))
-        source, target = self.slots(segment.pages, first + length)[first:], self.slots(pages, length)
-        for tensor in (*self.keys, *self.values):
-            flat = tensor.flatten(0, 1)
-            flat.index_copy_(0, target, flat.index_select(0, source))
+        try:
+            source, target = self.slots(segment.pages, first + length)[first:], self.slots(pages, length)
+            for tensor in (*self.keys, *self.values):
+                flat = tensor.flatten(0, 1)
+                flat.index_copy_(0, target, flat.index_select(0, source))
+        except BaseException:  # out of memory, Ctrl-C
+            self.release(pages)
+            raise
         return Segment(pages, length, segment.start + first, segment.role, segment.ended, moves=segment.moves)
 
     def check(self) -> bool:
@@ -135,6 +140,7 @@ class KVPool:
         assert not set(free) & set(referenced), "a page is free and referenced"
         assert len(set(free)) == len(free) and len(free) + len(referenced) == self.num_pages - 1, "a page is lost or free twice"
         held = Counter(page for branch in self.branches for segment in branch.segments for page in segment.pages)
+        held.update(self.writing)
         assert held == Counter({page: self.ref_count[page] for page in referenced}), "counts differ from the branches' pages"
         return True
 
@@ -149,9 +155,13 @@ class Branch:
 
     def __init__(self, pool: KVPool, owner: object, segments: list[Segment], token_ids: list[int], next_position: int):
         self.pool, self.owner = pool, owner
-        self.segments, self.token_ids, self.next_position = list(segments), list(token_ids), next_position
-        for segment in self.segments:
+        self.segments: list[Segment] = []
+        self.token_ids, self.next_position = list(token_ids), next_position
+        self.closed = self.busy = False  # busy: being decoded
+        pool.branches.add(self)
+        for segment in segments:
             pool.retain(segment.pages)
+            self.segments.append(segment)
         self.fork_depth = len(self.segments)
         self.output_ids: list[int] = []
         self.text = ""
@@ -160,9 +170,7 @@ class Branch:
         self.logits: Tensor | None = None
         self.next_logits: Tensor | None = None  # fp32 [vocab] of the last cached token; None: computed when needed
         self.raw = False  # string prompts are plain text, as the root's was
-        self.open_turn = False  # the last chat turn is an open user turn
-        self.closed = False
-        pool.branches.add(self)
+        self.turn = "closed"  # of the chat, at the end: open (a user turn), open_empty, closed, or assistant
 
     @property
     def num_tokens(self) -> int:
@@ -186,16 +194,16 @@ class Branch:
     def child(self) -> Branch:
         """A new handle on the same pages (counts + 1, no copy)."""
         branch = Branch(self.pool, self.owner, self.segments, self.token_ids, self.next_position)
-        branch.raw, branch.open_turn, branch.next_logits = self.raw, self.open_turn, self.next_logits
+        branch.raw, branch.turn, branch.next_logits = self.raw, self.turn, self.next_logits
         return branch
 
     def close(self) -> None:
-        """Return the pages; a second close does nothing."""
-        if not self.closed:
-            self.closed = True
-            for segment in self.segments:
-                self.pool.release(segment.pages)
-            self.segments, self.next_logits = [], None
+        """Return the pages; a second close does nothing. Refused while the branch is being decoded."""
+        if self.busy:
+            raise MinipsError("a branch cannot be closed while it is being decoded; raise an exception in the callback to stop")
+        while self.segments:
+            self.pool.release(self.segments.pop().pages)
+        self.closed, self.next_logits = True, None
 
     def __enter__(self) -> Branch:
         return self
@@ -205,6 +213,7 @@ class Branch:
 
     def __del__(self) -> None:
         if getattr(self, "closed", True) is False:
+            self.busy = False
             self.close()
 
     def __repr__(self) -> str:

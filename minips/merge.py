@@ -135,12 +135,16 @@ def _kept_pieces(branch: Branch, depth: int, options: MergeOptions, index: int) 
                 pieces.append(Piece(before, before.length - 1, 1, before.start + before.length - 1 + shift))
                 tokens.append(branch.token_ids[starts[group[0]] - 1])
             drop = int(last.ended in ("length", "stop_string"))
+        if options.profile == "official" and not everything:  # the span counts every token made, an ending one included
+            made = sum(segments[i].length for i in group) + (last.ended == "stop")
+            end = max(end, first.start + shift + made)
+        empty = not any(segments[i].length for i in group)
         for i in group:
             segment = segments[i]
             ids = branch.token_ids[starts[i] : starts[i + 1]]
             if segment is last and drop:
                 ids = ids[:-1]
-            elif segment is last and keep_stop and segment.stop_token is not None:
+            elif segment is last and keep_stop and not empty and segment.stop_token is not None:
                 ids = [*ids, segment.stop_token]
             length = len(ids)
             if length:
@@ -192,9 +196,11 @@ def apply_plan(
     pieces = {key: piece for row, names in zip(plan.pieces, keys) for piece, key in zip(row, names)}
     branch_of = {key: index for index, names in reversed(list(enumerate(keys))) for key in names}
     variants = Counter(id(piece.segment) for piece in pieces.values())
+    kept_prefix = set(map(id, plan.prefix))
 
     def in_place(piece: Piece) -> bool:
-        alone = all(pool.ref_count[page] == held[id(piece.segment)] for page in piece.segment.pages)
+        alone = id(piece.segment) not in kept_prefix
+        alone = alone and all(pool.ref_count[page] == held[id(piece.segment)] for page in piece.segment.pages)
         return piece.first == 0 and (not transform.changes(piece.delta) or alone and variants[id(piece.segment)] == 1)
 
     copied = {key for key, piece in pieces.items() if not in_place(piece)}

@@ -11,12 +11,13 @@ from .adapter import Adapter, load_adapter
 from .answering import answer, score_ids
 from .chat import default_prompt
 from .config import MergeOptions, SamplingParams
-from .engine import Engine, OnToken, Prompt
+from .engine import Engine, OnToken, params_for
 from .errors import MinipsError
 from .hub import resolve_adapter
 from .kv_cache import Branch
 from .lora import fold
 from .merge import apply_plan, plan_merge
+from .prompts import Prompt
 from .results import Result, Scores, TextStream, WorkerOutput
 
 
@@ -74,6 +75,8 @@ class Synthesizer:
             place = resolve_adapter(str(adapter))
             adapter = load_adapter(place, engine.model, lambda: engine.fingerprint, parts=parts, force=force)
         own = adapter.options if adapter is not None else MergeOptions()
+        if options is not None and not isinstance(options, (MergeOptions, dict)):
+            raise MinipsError(f"Synthesizer: options is {type(options).__name__}, expected MergeOptions or a dict of its fields")
         self.options = options if isinstance(options, MergeOptions) else own.changed(options or {})
         self.adapter, self.mapper = adapter, adapter.mapper if adapter is not None else None
         if self.mapper is not None and self.mapper.config.key_space == "rotated" and self.options.anchor == "free":
@@ -132,12 +135,12 @@ class Synthesizer:
             raise MinipsError("this context was merged by another Synthesizer; its K/V belong to that one's mapper and weights")
         if context.closed:
             raise MinipsError("this context is closed")
-        return self.engine.encode_prompt(prompt, "continuation", raw=context.branch.raw)
+        return self.engine.prompts.encode(prompt, "continuation", raw=context.branch.raw)
 
     def _answer(self, context: Context, prompt: Prompt, params: SamplingParams | None, started: float) -> Iterator[str]:
         ids = self._prompt_ids(context, prompt)
         child = context.branch.child()
-        params = params or SamplingParams()
+        params = params_for(params, 1, "generate")[0]
         result = yield from answer(self.engine, child, ids, params, self.model, started, context.timings, self.valid_vocab)
         result.num_branches, result.branch_tokens = context.num_branches, list(context.branch_tokens)
         return result
@@ -174,17 +177,20 @@ class Synthesizer:
         started = time.perf_counter()
         if (context is None) == (text is None) or (context is None) != (prompt is None):
             raise MinipsError("generate: give either context= and prompt=, or text=")
+        if context is not None and not isinstance(context, Context):
+            raise MinipsError(f"generate: context is {type(context).__name__}, expected what Synthesizer.merge returned")
         if context is not None:
             return TextStream(self._answer(context, prompt, params, started)).finish()
         engine = self.engine
-        ids = engine.encode_prompt(text, "full")
-        model = self.model if adapted else engine.model
-        return TextStream(answer(engine, Branch(engine.pool, engine, [], [], 0), ids, params or SamplingParams(), model, started)).finish()
+        ids = engine.prompts.encode(text, "full")
+        model, valid_vocab = (self.model, self.valid_vocab) if adapted else (engine.model, engine.valid_vocab)
+        branch = Branch(engine.pool, engine, [], [], 0)
+        return TextStream(answer(engine, branch, ids, params_for(params, 1, "generate")[0], model, started, None, valid_vocab)).finish()
 
     def score(self, context: Context, prompt: Prompt, target: str | list[int]) -> Scores:
         """Log-probabilities of `target` as the answer to `prompt` over a merged context, which stays open."""
         ids = self._prompt_ids(context, prompt)
-        return score_ids(self.engine, context.branch.child(), ids, self.engine.encode_output(target), self.model)
+        return score_ids(self.engine, context.branch.child(), ids, self.engine.prompts.output(target), self.model)
 
     def run(
         self,
@@ -204,7 +210,7 @@ class Synthesizer:
             if not isinstance(task, str):
                 raise MinipsError("run: the default synthesizer prompt restates a task given as text; give prompt=")
             prompt = default_prompt(task)
-        engine, params = self.engine, params or SamplingParams()
+        engine, params = self.engine, params_for(params, 1, "run")[0]
         self.check_room(task, prompts, prompt, worker_params, params)
         branches: list[Branch] = []
         with engine.prefill(task) as prefix:
@@ -233,14 +239,21 @@ class Synthesizer:
         *,
         system: str | None = None,
     ) -> None:
-        """Refuse before the first forward what cannot fit the page pool: workers and synthesizer together, at their longest."""
+        """Refuse before the first forward what cannot fit the page pool or the positions, workers and synthesizer at their longest."""
         engine, pages = self.engine, self.engine.pool.pages_for
-        open_turn = isinstance(task, str)
-        prefix = len(engine.encode_prompt(task, "prefix", system=system))
-        owns = [len(engine.encode_prompt(p, "branch", open_turn=open_turn)) for p in prompts]
-        shared = worker_params is None or isinstance(worker_params, SamplingParams)
-        each = [worker_params or SamplingParams()] * len(owns) if shared else list(worker_params)
-        workers = sum(pages(own) + pages(engine.token_limit(prefix + own, row)) for own, row in zip(owns, each))
-        u = len(engine.encode_prompt(prompt, "continuation"))
-        needed = pages(prefix) + workers + pages(u) + pages(engine.token_limit(prefix + u, params))
+        if isinstance(prompts, str) or not isinstance(prompts, (list, tuple)):
+            raise MinipsError("run: prompts must be a list with one prompt a worker")
+        state = {"open_turn": isinstance(task, str), "empty_prefix": task == ""}
+        prefix = len(engine.prompts.encode(task, "prefix", system=system))
+        sizes: dict[str, int] = {}  # equal prompts are encoded once
+        for p in prompts:
+            sizes.setdefault(repr(p), len(engine.prompts.encode(p, "branch", **state)) if repr(p) not in sizes else 0)
+        owns = [sizes[repr(p)] for p in prompts]
+        longest = [engine.token_limit(prefix + own, row) for own, row in zip(owns, params_for(worker_params, len(owns), "run"))]
+        u = len(engine.prompts.encode(prompt, "continuation"))
+        start = prefix + (sum(longest) if self.options.layout == "sequential" else max(longest, default=0))
+        engine.check_positions(max((prefix + own for own in owns), default=prefix), 1, "a worker")
+        engine.check_positions(start, u + 1, "the prefix, the longest worker output and the synthesizer's prompt")
+        workers = sum(pages(own) + pages(limit) for own, limit in zip(owns, longest))
+        needed = pages(prefix) + workers + pages(u) + pages(engine.token_limit(start + u, params))
         engine.pool.require(needed, f"a run of {len(owns)} workers and a synthesizer")

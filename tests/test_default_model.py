@@ -75,7 +75,7 @@ def test_greedy_continuations_equal_transformers_in_fp32(default_model):
     engine = Engine.from_pretrained(default_model, dtype="float32")
     oracle = transformers.AutoModelForCausalLM.from_pretrained(default_model, dtype=torch.float32)
     params = SamplingParams(max_tokens=64, ignore_eos=True)
-    branches = [engine.prefill(engine.encode_prompt(prompt, "full")) for prompt in PROMPTS]
+    branches = [engine.prefill(engine.prompts.encode(prompt, "full")) for prompt in PROMPTS]
     prompts = [list(branch.token_ids) for branch in branches]
     engine.decode(branches, params)  # one ragged batch
     for prompt, branch in zip(prompts, branches):
@@ -102,9 +102,9 @@ def test_a_whole_run_answers_on_the_default_model(default_model):
 
 def test_one_branch_identity_on_the_default_model(default_model):
     engine = Engine.from_pretrained(default_model, dtype="float32")
-    prefix = engine.prefill(engine.encode_prompt("Why is the sky blue?", "full"))
+    prefix = engine.prefill(engine.prompts.encode("Why is the sky blue?", "full"))
     branch = engine.decode(engine.fork(prefix, [[]]), SamplingParams(max_tokens=20))[0]
-    u = engine.encode_prompt("Say it in one sentence.", "continuation")
+    u = engine.prompts.encode("Say it in one sentence.", "continuation")
     plain = engine.generate([*branch.token_ids, *u], SamplingParams(max_tokens=24))
     merged = Synthesizer(engine).generate_from_caches([branch], "Say it in one sentence.", SamplingParams(max_tokens=24))
     assert merged.token_ids == plain.token_ids and merged.text == plain.text

@@ -133,3 +133,41 @@ def test_a_closed_stdout_and_stdin_give_no_traceback(default_model):
     os.close(write)
     err = process.communicate(timeout=120)[1]
     assert process.returncode == 1 and "Traceback" not in err and "Exception" not in err
+
+
+@pytest.mark.parametrize(
+    "argv, options, message",
+    [
+        (["x", "--model", "a" * 5000], {}, "File name too long"),
+        (["x", "--model", "~nosuchuser/x"], {}, "cannot be looked up"),
+        (["x", "--stop", "\udcff"], {}, r"--stop is not valid text: '\udcff'"),
+        (["bad \udcff"], {}, r"TASK is not valid text"),
+    ],
+)
+def test_odd_names_and_text(capsys, argv, options, message):
+    code, out, err = run(capsys, *argv)
+    assert code == 1 and out == "" and message in err and err.count("\n") == 1
+
+
+def test_a_kv_cache_beyond_memory_is_refused(capsys, default_model):
+    code, _, err = run(capsys, TASK, "--quiet", *SHORT, "--max-kv-tokens", "9" * 14)
+    assert code == 1 and "cannot be allocated; lower max_kv_tokens" in err and err.count("\n") == 1
+
+
+def test_a_full_disk_a_poor_terminal_and_a_closed_stderr(default_model):
+    with open("/dev/full", "w") as full:
+        process = command(TASK, "--quiet", *SHORT, stdout=full)
+        err = process.communicate(timeout=120)[1]
+    assert process.returncode == 1 and err == "minips: error: the output cannot be written (No space left on device)\n"
+    environment = {**os.environ, "PYTHONPATH": os.getcwd(), "PYTHONIOENCODING": "ascii"}
+    shell = f"{sys.executable} -m minips.generate 'hi' --system '\U0001f600' --json {' '.join(SHORT)} 2>&-"
+    done = subprocess.run(["bash", "-c", shell], env=environment, stdout=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 0 and json.loads(done.stdout)["system"]
+
+
+def test_ctrl_c_during_start_up_is_clean_too(default_model):
+    process = command(TASK, *SHORT, stdout=subprocess.PIPE)
+    time.sleep(0.6)  # torch is being imported
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode in (130, -signal.SIGINT) and "Traceback" not in err, err

@@ -26,6 +26,7 @@ def test_page_counts_at_the_borders(length, pages, last):  # FAULTS 39
 def test_page_zero_is_never_given_out():
     cache = pool(pages=6)
     assert sorted(cache.allocate(5)) == [1, 2, 3, 4, 5] and cache.num_free == 0
+    assert not any(tensor[0].any() for tensor in (*cache.keys, *cache.values))
 
 
 def test_refusal_names_both_numbers_and_takes_nothing():  # FAULTS 47

@@ -9,14 +9,14 @@ LAYERS = [
     {"config", "errors", "results"},
     {"rope", "attention", "sampling", "tokenizer", "chat", "gguf_convert", "hub", "weights"},
     {"kv_cache", "model", "lora", "mapper"},
-    {"decoding", "answering", "engine", "adapter", "cuda_graph"},
+    {"prompts", "decoding", "answering", "engine", "adapter", "cuda_graph"},
     {"transform", "merge", "synthesis"},
     {"training", "evaluation"},
     {"generate", "convert", "adapters", "train", "distill", "evaluate"},
 ]
 SAME_LAYER = {
     ("config", "errors"), ("results", "errors"), ("chat", "tokenizer"), ("hub", "gguf_convert"), ("hub", "weights"), ("gguf_convert", "weights"),
-    ("answering", "decoding"), ("engine", "answering"), ("engine", "decoding"), ("engine", "cuda_graph"),
+    ("answering", "decoding"), ("engine", "answering"), ("engine", "prompts"), ("engine", "decoding"), ("engine", "cuda_graph"),
     ("answering", "engine"),  # for type checkers only
     ("synthesis", "merge"), ("merge", "transform"), ("lora", "model"),
 }  # fmt: skip

@@ -188,7 +188,8 @@ def test_a_segment_moves_at_most_eight_times_in_16_bits():
             with pytest.raises(MinipsError, match="rotated 8 times, the limit is 8"):
                 Synthesizer(engine).merge(branches)
             branches[1].segments[-1].moves = 7
-        assert Synthesizer(engine).merge(branches).branch.segments[2].moves == (8 if refused else 9)
+        with Synthesizer(engine).merge(branches) as context:
+            assert context.branch.segments[2].moves == (8 if refused else 9)
 
 
 def test_other_handles_are_refused():
@@ -233,3 +234,42 @@ def test_copies_that_do_not_fit_are_refused_before_anything_changes():
     with pytest.raises(MinipsError, match="copying shared branch pages needs"):
         Synthesizer(engine).merge(branches, consume=False)
     assert not any(b.closed for b in branches) and all(torch.equal(a, b) for a, b in zip(keys, engine.pool.keys)) and engine.check()
+
+
+def test_official_spans_cover_a_last_turn_that_kept_nothing():
+    engine = tiny_engine()
+    branch = engine.fork(engine.prefill([1, 2, 3]), [[4, 5]])[0]
+    engine.decode([branch], SamplingParams(max_tokens=3))
+    engine.extend([branch], [[6, 7, 8, 9, 10]])
+    engine.decode([branch], SamplingParams(max_tokens=1))
+    with Synthesizer(engine, options={"profile": "official", "keep_turns": "outputs"}).merge([branch]) as context:
+        ends = [segment.start + segment.length for segment in context.branch.segments]
+        assert context.branch.next_position == 9 and max(ends) <= 9  # prompt_2 - prompt_1 + output_2 = 13 - 5 + 1
+
+
+def test_the_kept_prefix_never_moves_even_as_last_context_token():
+    logits = []
+    for close in (True, False):
+        engine = tiny_engine()
+        root = engine.prefill([11])
+        branches = engine.decode(engine.fork(root, [[5, 6], []]), SamplingParams(max_tokens=3))
+        if close:
+            root.close()
+        logits.append(u_logits(engine, branches, profile="official", keep_prefix=True, layout="sequential"))
+    assert torch.equal(*logits)
+
+
+def test_a_kept_prefix_brings_its_anchor_in_every_profile():
+    assert MergeOptions(profile="official", keep_prefix=True).anchor == "fork"
+    ours = MergeOptions()
+    assert ours.changed({"keep_prefix": False}).anchor == "free" and ours.changed({"profile": "official"}).anchor == "zero"
+    assert MergeOptions(profile="official").changed({"keep_turns": "all"}).anchor == "zero"
+    with pytest.raises(MinipsError, match="keep_turns 'full'"):
+        MergeOptions(keep_turns="full")
+
+
+def test_a_branch_that_stopped_at_once_stays_empty_with_its_stop_token():
+    engine = tiny_engine()
+    root = engine.prefill(PREFIX)
+    with pytest.raises(MinipsError, match="all 1 branches are empty"):
+        Synthesizer(engine, options={"keep_stop_token": True}).merge([stopped_at_once(engine, root)])
