@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # torch is loaded in `run`, behind the checks of the argument
 
 METHODS = ("parallel", "text")
 PROGRESS_SECONDS = 5.0
+ANSWER_PENALTY = 1.05  # small models loop in long greedy answers; a light touch is enough
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -46,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--top-p", type=float, default=0.95, help="default: %(default)s")
     add("--top-k", type=int, default=0, help="default: off")
     add("--min-p", type=float, default=0.0, help="default: off")
-    add("--repetition-penalty", type=float, default=1.0, help="of workers and answer (default: off)")
+    add("--repetition-penalty", type=float, help=f"of workers and answer (default: off for workers, {ANSWER_PENALTY} for the answer)")
     add("--answer-temperature", type=float, default=0.0, help="default: greedy")
     add("--seed", type=int, default=0, help="default: %(default)s")
     add("--stop", action="append", default=[], metavar="TEXT", help="a string that ends the answer; repeatable")
@@ -82,11 +83,23 @@ def run(args: argparse.Namespace) -> int:
         raise MinipsError("TASK is empty")
     check_text(args)
     prompts = worker_prompts(args)
-    common = {"repetition_penalty": args.repetition_penalty, "seed": args.seed}
+    penalty = args.repetition_penalty
     worker_params = SamplingParams(
-        max_tokens=args.worker_tokens, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, min_p=args.min_p, **common
+        max_tokens=args.worker_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        repetition_penalty=1.0 if penalty is None else penalty,
+        seed=args.seed,
     )
-    params = SamplingParams(max_tokens=args.max_tokens, temperature=args.answer_temperature, stop=args.stop, **common)
+    params = SamplingParams(
+        max_tokens=args.max_tokens,
+        temperature=args.answer_temperature,
+        repetition_penalty=ANSWER_PENALTY if penalty is None else penalty,
+        seed=args.seed,
+        stop=args.stop,
+    )
 
     from .chat import default_prompt, text_prompt
     from .engine import Engine

@@ -4,6 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from minips import Engine
 from minips.config import ModelConfig
 from minips.model import Model, RMSNorm
 from tests.reference import Reference
@@ -117,3 +118,24 @@ def test_bf16_follows_fp32():
     exact = tiny_engine(config, tensors=tensors).prefill(ids).next_logits
     rounded = tiny_engine(config, tensors=tensors, dtype=torch.bfloat16).prefill(ids).next_logits
     assert rounded.dtype == torch.float32 and relative_error(rounded, exact) < 0.05
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
+def test_folders_written_by_transformers_give_its_logits(family, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "vocab_size": 101, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 6,
+        "num_key_value_heads": 2, "max_position_embeddings": 128, "tie_word_embeddings": family == "Qwen2",
+    }  # fmt: skip
+    if family == "Qwen3":
+        sizes["head_dim"] = 32
+    torch.manual_seed(0)
+    oracle = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**sizes)).eval()
+    for name, parameter in oracle.named_parameters():
+        parameter.data.add_(torch.randn_like(parameter) * (0.3 if name.endswith("bias") else 0.1))
+    oracle.save_pretrained(tmp_path)
+    engine, ids = Engine.from_pretrained(tmp_path), prompt_ids(40, 2)
+    with torch.no_grad():
+        expected = oracle(torch.tensor([ids])).logits[0]
+    assert relative_error(engine.generate(ids, engine_params(1)).logits[:40], expected) < 1e-4
+    assert relative_error(stepwise_logits(engine, ids, [1] * 40), expected) < 1e-4
