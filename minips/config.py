@@ -364,6 +364,7 @@ class EngineConfig:
     page_size: int = 16
     max_kv_tokens: int | None = None
     prefill_chunk: int = 512
+    debug: bool = False  # name the first layer with NaN or infinite values; slow
 
     def __post_init__(self) -> None:
         size = self.max_kv_tokens

@@ -39,6 +39,7 @@ class Engine:
     ):
         self.model, self.config, self.tokenizer, self.chat = model, config, tokenizer, chat
         self.settings, self.folder = settings, folder
+        model.debug = settings.debug
         self.prompts = Prompts(config, tokenizer, chat, folder)
         weight = model.lm_head.weight
         self.device, self.dtype = weight.device, weight.dtype
@@ -67,6 +68,7 @@ class Engine:
         kv_dtype: str = "auto",
         page_size: int | None = None,
         max_kv_tokens: int | None = None,
+        debug: bool = False,
         progress: bool = False,
     ) -> Engine:
         """Load a model by name, folder or hub id. dtype auto is the stored one; device auto takes CUDA where there is one."""
@@ -74,7 +76,7 @@ class Engine:
         config = ModelConfig.from_folder(folder)
         place = resolve_device(device)
         page_size = page_size if page_size is not None else (64 if place.type == "cuda" else 16)
-        settings = EngineConfig(str(place), dtype, kv_dtype, page_size, max_kv_tokens)
+        settings = EngineConfig(str(place), dtype, kv_dtype, page_size, max_kv_tokens, debug=debug)
         tensors = load_weights(folder, config, dtype=resolve_dtype(dtype, config), device=place)
         tokenizer = Tokenizer.from_folder(folder, config)
         chat = detect_format(folder, tokenizer) if tokenizer is not None else None

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .config import ModelConfig
+from .errors import MinipsError
 from .rope import Rope, apply_rope
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -93,6 +94,7 @@ class Model(nn.Module):
         self.model = Decoder(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.rope: Rope | None = None
+        self.debug = False  # check every layer's output for NaN and infinities
 
     @classmethod
     def from_tensors(cls, config: ModelConfig, tensors: dict[str, Tensor]) -> Model:
@@ -114,6 +116,9 @@ class Model(nn.Module):
         x = self.model.embed_tokens(input_ids)
         for index, layer in enumerate(self.model.layers):
             x = layer(x, cos, sin, index, attend)
+            if self.debug and not (finite := torch.isfinite(x).all(-1)).all():
+                where = ", ".join(map(str, (~finite).nonzero().flatten().tolist()[:5]))
+                raise MinipsError(f"layer {index}: the hidden states are not finite (tokens {where} of {len(x)} in this pass)")
         return self.model.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:

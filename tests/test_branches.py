@@ -5,7 +5,7 @@ import pytest
 from minips import Engine, MinipsError, SamplingParams, Synthesizer
 from minips.chat import detect_format
 from minips.kv_cache import KVPool
-from tests.support import OUTS, OWNS, PREFIX, U, branches_of, tiny_config, tiny_engine
+from tests.support import OUTS, OWNS, PREFIX, U, branches_of, random_tensors, tiny_config, tiny_engine
 from tests.toy_tokenizers import toy_tokenizer
 
 GREEDY = SamplingParams(max_tokens=6)
@@ -110,6 +110,28 @@ def test_positions_are_checked_before_the_work():
     with pytest.raises(MinipsError, match="the longest worker output and the synthesizer's prompt needs 68 positions"):
         Synthesizer(engine).run([1] * 10, [[2], [3]], [4] * 4, worker_params=SamplingParams(max_tokens=100))
     assert engine.counters["prefilled_tokens"] == 0
+
+
+def test_two_requests_that_do_not_fit_together_are_not_started():  # FAULTS 41: nothing is over-committed or preempted
+    engine = tiny_engine(page_size=16, max_kv_tokens=7 * 16)
+    branches = [engine.prefill(list(range(34))), engine.prefill(list(range(1, 35)))]
+    with pytest.raises(MinipsError, match="decoding 2 workers needs 6 pages of 16 tokens, 1 of 7 are free"):
+        engine.decode(branches, SamplingParams(max_tokens=35))
+    branches[1].close()
+    assert len(engine.decode(branches[:1], SamplingParams(max_tokens=35))[0].output_ids) == 35
+
+
+def test_debug_names_the_first_broken_layer():  # FAULTS 66
+    config = tiny_config()
+    tensors = random_tensors(config)
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 3] = float("nan")
+    engine = tiny_engine(config, tensors=tensors)
+    with pytest.raises(MinipsError, match="row 0, step 0: the logits are not finite"):
+        engine.decode([engine.prefill([1, 2])], GREEDY)
+    engine.model.debug = True
+    with pytest.raises(MinipsError, match="layer 1: the hidden states are not finite"):
+        engine.prefill([1, 2])
+    assert engine.check()
 
 
 # Chat state: with a tokenizer, every fork is one well-formed conversation
