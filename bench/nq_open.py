@@ -26,6 +26,7 @@ INSTRUCTION = "Answer the question with the help of the passages."
 ASK = "Answer the question in a few words."
 METHODS = {
     "text": None,
+    "text, one assistant turn": None,
     "parallel, prefix kept": {},
     "not re-rotated, prefix kept": {"rerotate": False},
     "sequential, prefix kept": {"layout": "sequential"},
@@ -60,10 +61,18 @@ def prompts(question: str, placement: str) -> tuple[str, str]:
     return task, prompt
 
 
+def score_text(engine: Engine, row: dict, task: str, prompt: str) -> dict[str, float]:
+    """The passages as text: in one user turn under headings (method text), and as one assistant turn, the form that branches have."""
+    turns = [("user", task), ("assistant", "\n\n".join(row["passages"])), ("user", prompt)]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    forms = {"text": text_prompt(task, row["passages"], prompt), "text, one assistant turn": messages}
+    return {name: engine.score(form, row["answer"]).mean_nll for name, form in forms.items()}
+
+
 def score_row(engine: Engine, row: dict, placement: str) -> dict[str, float]:
     """Mean NLL a token of the answer, by method."""
     task, prompt = prompts(row["question"], placement)
-    found = {"text": engine.score(text_prompt(task, row["passages"], prompt), row["answer"]).mean_nll}
+    found = score_text(engine, row, task, prompt)
     with engine.prefill(task) as prefix:
         branches = engine.encode(engine.fork(prefix, [""] * 4), row["passages"])
         for method, options in METHODS.items():

@@ -12,6 +12,8 @@ import os
 import pickle
 import shutil
 import tempfile
+import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from .config import MergeOptions, ModelConfig, read_json
+from .config import MergeOptions, ModelConfig, is_integer, read_json
 from .errors import MinipsError
 from .lora import LoraAdapter, read_lora
 from .mapper import CacheMapper, MapperConfig
@@ -29,6 +31,8 @@ from .model import Model
 
 FORMAT = 1
 PARTS = ("both", "mapper_only", "lora_only", "none")
+MARKS = ("minips.json", "cache_mapper.pt", "judger_lora", "adapter_config.json")
+TRAINING_RECORDS = ("checkpoint_meta.json", "checkpoint_merge_meta.json")  # of the release
 _RELEASE_KEYS = ("net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias")
 _MAX_MAPPER_BYTES = 1 << 30
 
@@ -52,12 +56,19 @@ def find_components(folder: str | Path) -> Path:
     """The folder itself, its `latest/` or `step_checkpoints/latest/`: the first that holds an adapter of either form."""
     folder = Path(folder)
     for place in (folder, folder / "latest", folder / "step_checkpoints" / "latest"):
-        if any((place / name).exists() for name in ("minips.json", "cache_mapper.pt", "judger_lora", "adapter_config.json")):
+        if any((place / name).exists() for name in MARKS):
             return place
     raise MinipsError(
         f"{folder}: no adapter found; expected minips.json, adapter_config.json, cache_mapper.pt or judger_lora/, "
         "here or in latest/ or step_checkpoints/latest/"
     )
+
+
+def form_of(place: Path) -> str:
+    """minips, released or peft (a bare LoRA), of a folder that `find_components` found."""
+    if (place / "minips.json").is_file():
+        return "minips"
+    return "released" if (place / "cache_mapper.pt").exists() or (place / "judger_lora").exists() else "peft"
 
 
 def load_adapter(
@@ -70,13 +81,13 @@ def load_adapter(
     if parts not in PARTS:
         raise MinipsError(f"adapter parts is {parts!r}, expected one of {', '.join(PARTS)}")
     place = find_components(folder)
-    config = model.config
-    if (place / "minips.json").is_file():
+    config, form = model.config, form_of(place)
+    if form == "minips":
         adapter = _load_ours(place, model, fingerprint, force)
-    elif (place / "cache_mapper.pt").exists() or (place / "judger_lora").exists():
+    elif form == "released":
         lora = read_lora(place / "judger_lora", model) if (place / "judger_lora").exists() else None
         mapper = read_released_mapper(place, config) if (place / "cache_mapper.pt").exists() else None
-        adapter = Adapter(str(folder), mapper, lora, MergeOptions(profile="official"))
+        adapter = Adapter(str(folder), mapper, lora, MergeOptions(profile="official"), released_record(place))
     else:
         adapter = Adapter(str(folder), None, read_lora(place, model), MergeOptions())
     if parts in ("lora_only", "none"):
@@ -90,9 +101,7 @@ def load_adapter(
 
 def _load_ours(place: Path, model: Model, fingerprint: Callable[[], str], force: bool) -> Adapter:
     path = place / "minips.json"
-    info = read_json(path)
-    if info.get("format") != FORMAT:
-        raise MinipsError(f"{path}: format is {info.get('format')!r}, expected {FORMAT}")
+    info, mapper_config, options = read_info(place)
     expected, found = model_shape(model.config), info.get("model_shape")
     if found != expected:
         raise MinipsError(f"{path}: the adapter was made for a model of shape {found}, this one is {expected}")
@@ -101,22 +110,47 @@ def _load_ours(place: Path, model: Model, fingerprint: Callable[[], str], force:
             f"{path}: the adapter was made on weights {info['base_fingerprint']} ({info.get('base_model')!r}), "
             f"these are {fingerprint()}; force=True loads it all the same"
         )
-    for name in ("mapper", "merge_options"):
-        if not isinstance(info.get(name) or {}, dict):
-            raise MinipsError(f"{path}: {name} is {info[name]!r}, expected an object")
-    options = MergeOptions.from_dict(info.get("merge_options") or {})
     mapper = None
-    if info.get("mapper"):
-        unknown = set(info["mapper"]) - set(MapperConfig.__dataclass_fields__)
-        if unknown:
-            raise MinipsError(f"{path}: mapper has unknown fields {', '.join(sorted(unknown))}")
-        mapper = new_mapper(MapperConfig(**info["mapper"]), model.config)
+    if mapper_config is not None:
+        mapper = new_mapper(mapper_config, model.config)
         if mapper.state_dict():
-            _fill(mapper, _read_safetensors(place / "mapper.safetensors"), place / "mapper.safetensors")
+            fill_mapper(mapper, read_safetensors(place / "mapper.safetensors"), place / "mapper.safetensors")
     lora = read_lora(place, model) if (place / "adapter_config.json").is_file() else None
     if lora is not None:
         lora.base_rows = info.get("vocab_rows")
     return Adapter(str(place), mapper, lora, options, info)
+
+
+def read_info(place: Path) -> tuple[dict, MapperConfig | None, MergeOptions]:
+    """minips.json, checked: the whole object, and the mapper's shape and the merge options in it."""
+    path = place / "minips.json"
+    info = read_json(path)
+    if info.get("format") != FORMAT:
+        raise MinipsError(f"{path}: format is {info.get('format')!r}, expected {FORMAT}")
+    for name in ("mapper", "merge_options", "training"):
+        if not isinstance(info.get(name) or {}, dict):
+            raise MinipsError(f"{path}: {name} is {info[name]!r}, expected an object")
+    rows = info.get("vocab_rows")
+    if rows is not None and (not is_integer(rows) or rows < 1):
+        raise MinipsError(f"{path}: vocab_rows is {rows!r}, expected a positive integer or null")
+    fields = info.get("mapper") or None
+    try:
+        if unknown := set(fields or {}) - set(MapperConfig.__dataclass_fields__):
+            raise MinipsError(f"mapper has unknown fields {', '.join(sorted(unknown))}")
+        return info, MapperConfig(**fields) if fields else None, MergeOptions.from_dict(info.get("merge_options") or {})
+    except MinipsError as error:
+        raise MinipsError(f"{path}: {error}") from None
+
+
+def released_record(place: Path) -> dict:
+    """What the release's own notes say of the training or merge; notes that cannot be read are passed over."""
+    record: dict = {}
+    for name in TRAINING_RECORDS:
+        try:
+            record.update(read_json(place / name))
+        except MinipsError:
+            continue
+    return {"training": record} if record else {}
 
 
 def new_mapper(config: MapperConfig, model: ModelConfig) -> CacheMapper:
@@ -134,7 +168,7 @@ def model_shape(config: ModelConfig) -> dict:
     }
 
 
-def _fill(mapper: CacheMapper, tensors: dict[str, Tensor], path: Path) -> None:
+def fill_mapper(mapper: CacheMapper, tensors: dict[str, Tensor], path: Path) -> None:
     """Copy tensors into a mapper; names, shapes and finiteness are checked one by one first."""
     wanted = mapper.state_dict()
     missing, extra = sorted(set(wanted) - set(tensors)), sorted(set(tensors) - set(wanted))
@@ -148,7 +182,7 @@ def _fill(mapper: CacheMapper, tensors: dict[str, Tensor], path: Path) -> None:
     mapper.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
 
 
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
+def read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except FileNotFoundError:
@@ -158,24 +192,44 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def read_released_mapper(place: Path, config: ModelConfig) -> CacheMapper:
-    """The release's `cache_mapper.pt`, tensors only; without cache_mapper_config.json it is hidden 32, features both."""
+    """The release's `cache_mapper.pt` for a model's shape; every tensor is checked."""
+    fields, tensors = released_tensors(place)
+    mapper = new_mapper(fields, config)
+    fill_mapper(mapper, tensors, place / "cache_mapper.pt")
+    return mapper
+
+
+def released_tensors(place: Path) -> tuple[MapperConfig, dict[str, Tensor]]:
+    """What `cache_mapper.pt` holds, tensors only; without cache_mapper_config.json it is hidden 32, features both."""
     path, settings = place / "cache_mapper.pt", {}
     if (place / "cache_mapper_config.json").is_file():
         settings = read_json(place / "cache_mapper_config.json")
     fields = {"hidden_dim": settings.get("hidden_dim", 32), "metadata_features": settings.get("metadata_features", "both")}
-    mapper = new_mapper(MapperConfig("affine", **fields), config)
     try:
-        if path.stat().st_size > _MAX_MAPPER_BYTES:
-            raise MinipsError(f"{path}: is {path.stat().st_size} bytes, far more than a cache mapper has")
-        tensors = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError) as error:
-        if isinstance(error, MinipsError):
-            raise
-        raise MinipsError(f"{path}: not readable as a tensor-only checkpoint ({str(error).splitlines()[0][:120]})") from None
-    if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
+        fields = MapperConfig("affine", **fields)
+    except MinipsError as error:
+        raise MinipsError(f"{place / 'cache_mapper_config.json'}: {error}") from None
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise MinipsError(f"{path}: cannot be read ({error.strerror or error})") from None
+    if size > _MAX_MAPPER_BYTES:
+        raise MinipsError(f"{path}: is {size} bytes, far more than a cache mapper has")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about odd pickles; they fail anyway
+            tensors = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise MinipsError(f"{path}: holds something else than tensors, or is broken; expected a tensor-only checkpoint") from None
+    except Exception as error:  # garbage makes the unpickler fail in any way
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
+        raise MinipsError(f"{path}: not readable as a tensor-only checkpoint ({reason})") from None
+    if not isinstance(tensors, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, Tensor) and tensor.device.type == "cpu" and tensor.layout == torch.strided
+        for name, tensor in tensors.items()
+    ):
         raise MinipsError(f"{path}: expected a dictionary of the tensors {', '.join(_RELEASE_KEYS)}")
-    _fill(mapper, dict(tensors), path)
-    return mapper
+    return fields, dict(tensors)
 
 
 def save_adapter(adapter: Adapter, folder: str | Path, config: ModelConfig, *, base_fingerprint: str, base_model: str = "") -> Path:
@@ -193,39 +247,71 @@ def save_adapter(adapter: Adapter, folder: str | Path, config: ModelConfig, *, b
 
     def fill(place: Path) -> None:
         write_json(place / "minips.json", info)
-        if adapter.mapper is not None and adapter.mapper.state_dict():
-            tensors = {name: tensor.detach().float().cpu().contiguous() for name, tensor in adapter.mapper.state_dict().items()}
-            save_file(tensors, place / "mapper.safetensors")
+        if adapter.mapper is not None:
+            write_mapper(adapter.mapper, place)
         if adapter.lora is not None:
             write_lora(adapter.lora, place)
 
     return write_folder(folder, fill)
 
 
-def save_released_form(adapter: Adapter, folder: str | Path) -> Path:
-    """Write the authors' form; only a mapper of kind affine has one."""
-    if adapter.mapper is not None and adapter.mapper.config.kind != "affine":
-        raise MinipsError(f"{adapter.name}: a mapper of kind {adapter.mapper.config.kind!r} has no released form, only affine has")
+def save_released_form(adapter: Adapter, folder: str | Path, model: Model | None = None) -> Path:
+    """Write the authors' form. It knows only a mapper of kind affine on rotated keys, and the merge options of profile official.
+
+    model: the base, whose first rows go along where the adapter was trained with a cut vocabulary.
+    """
+    check_released_mapper(adapter.name, adapter.mapper.config if adapter.mapper is not None else None)
+    if adapter.options != MergeOptions(profile="official"):
+        raise MinipsError(
+            f"{adapter.name}: its merge options (profile {adapter.options.profile}) have no released form, "
+            "which is always used with profile official and that one's defaults"
+        )
+    if adapter.lora is not None and adapter.lora.base_rows and model is None:
+        raise MinipsError(f"{adapter.name}: the released form of a cut vocabulary holds base rows, so it needs the base model")
 
     def fill(place: Path) -> None:
         if adapter.mapper is not None:
-            tensors = {name: tensor.detach().cpu().clone() for name, tensor in adapter.mapper.state_dict().items()}
-            torch.save(tensors, place / "cache_mapper.pt")
-            fields = {name: getattr(adapter.mapper.config, name) for name in ("hidden_dim", "metadata_features")}
-            write_json(place / "cache_mapper_config.json", fields)
+            write_released_mapper(adapter.mapper, place)
         if adapter.lora is not None:
             (place / "judger_lora").mkdir()
-            write_lora(adapter.lora, place / "judger_lora")
+            write_lora(adapter.lora, place / "judger_lora", model)
+        if adapter.info.get("training"):
+            write_json(place / TRAINING_RECORDS[0], adapter.info["training"])
 
     return write_folder(folder, fill)
 
 
-def write_lora(lora: LoraAdapter, place: Path) -> None:
-    """PEFT's two files; LoRA tensors in fp32, nothing else."""
+def check_released_mapper(name: str, config: MapperConfig | None) -> None:
+    """Refuse a mapper that `cache_mapper.pt` cannot hold."""
+    if config is not None and (config.kind, config.key_space) != ("affine", "rotated"):
+        raise MinipsError(
+            f"{name}: a mapper of kind {config.kind!r} on {config.key_space} keys has no released form, only affine on rotated keys has"
+        )
+
+
+def write_mapper(mapper: CacheMapper, place: Path) -> None:
+    """mapper.safetensors in fp32; nothing for a kind without parameters."""
+    if mapper.state_dict():
+        tensors = {name: tensor.detach().float().cpu().contiguous() for name, tensor in mapper.state_dict().items()}
+        save_file(tensors, place / "mapper.safetensors")
+
+
+def write_released_mapper(mapper: CacheMapper, place: Path) -> None:
+    """cache_mapper.pt and cache_mapper_config.json."""
+    tensors = OrderedDict((name, tensor.detach().cpu().clone()) for name, tensor in mapper.state_dict().items())
+    torch.save(tensors, place / "cache_mapper.pt")
+    write_json(place / "cache_mapper_config.json", {name: getattr(mapper.config, name) for name in ("hidden_dim", "metadata_features")})
+
+
+def write_lora(lora: LoraAdapter, place: Path, model: Model | None = None) -> None:
+    """PEFT's two files, LoRA tensors in fp32. model: the base, whose first rows a cut vocabulary takes along."""
     tensors = {}
     for name, (a, b, _) in lora.pairs.items():
-        tensors[f"base_model.model.{name}.lora_A.weight"] = a.float().cpu().contiguous()
-        tensors[f"base_model.model.{name}.lora_B.weight"] = b.float().cpu().contiguous()
+        tensors[f"base_model.model.{name}.lora_A.weight"] = a.detach().float().cpu().contiguous()
+        tensors[f"base_model.model.{name}.lora_B.weight"] = b.detach().float().cpu().contiguous()
+    if model is not None and lora.base_rows:
+        for name, weight in (("model.embed_tokens", model.model.embed_tokens.weight), ("lm_head", model.lm_head.weight)):
+            tensors[f"base_model.model.{name}.weight"] = weight[: lora.base_rows].detach().cpu().clone()
     save_file(tensors, place / "adapter_model.safetensors", metadata={"format": "pt"})
     write_json(place / "adapter_config.json", lora.config)
 
@@ -237,9 +323,9 @@ def write_json(path: Path, data: dict) -> None:
 def write_folder(folder: str | Path, fill: Callable[[Path], None]) -> Path:
     """Make `folder` whole or not at all: `fill` writes into a sibling, which is then renamed."""
     folder = Path(folder)
-    if folder.exists():
-        raise MinipsError(f"{folder}: exists already, expected a new folder")
     try:
+        if folder.exists() or folder.is_symlink():
+            raise MinipsError(f"{folder}: exists already, expected a new folder")
         folder.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         try:
@@ -248,6 +334,8 @@ def write_folder(folder: str | Path, fill: Callable[[Path], None]) -> Path:
             os.rename(work, folder)
         finally:
             shutil.rmtree(work, ignore_errors=True)
-    except OSError as error:
-        raise MinipsError(f"{folder}: cannot be written ({error.strerror or error})") from None
+    except MinipsError:
+        raise
+    except (OSError, SafetensorError, RuntimeError, ValueError) as error:  # the latter of safetensors and torch.save, on a full disk
+        raise MinipsError(f"{folder}: cannot be written ({getattr(error, 'strerror', None) or error})") from None
     return folder

@@ -85,12 +85,17 @@ def answer(
         branch.close()
 
 
-def score_ids(engine: Engine, branch: Branch, ids: list[int], target: list[int], model: Model) -> Scores:
-    """Score target ids behind `branch` + ids; closes the branch."""
+def score_ids(
+    engine: Engine, branch: Branch, ids: list[int], target: list[int], model: Model, valid_vocab: int | None = None
+) -> Scores:
+    """Score target ids behind `branch` + ids, among the ids that can be chosen; closes the branch."""
+    valid_vocab = engine.valid_vocab if valid_vocab is None else valid_vocab
     writers: list[Writer] = []
     try:
         if not ids or not target:
             raise MinipsError(f"score: the {'target' if ids else 'prompt'} is empty: it has no tokens")
+        if max(target) >= valid_vocab:
+            raise MinipsError(f"score: target id {max(target)} is outside the usable vocabulary of {valid_vocab}")
         tokens = [*ids, *target[:-1]]
         engine.check_positions(branch.next_position, len(tokens), "prompt and target")
         writers += open_writers([branch], [len(tokens)], "context", "prompt and target")
@@ -99,9 +104,9 @@ def score_ids(engine: Engine, branch: Branch, ids: list[int], target: list[int],
         for _, index, logits in feed(model, writers, [tokens], engine.settings.prefill_chunk, [len(ids) - 1]):
             first = index - len(ids) + 1
             expected = wanted[first : first + len(logits)]
-            logprobs = torch.log_softmax(logits, -1).gather(1, expected[:, None])[:, 0]
+            logprobs = torch.log_softmax(logits[:, :valid_vocab], -1).gather(1, expected[:, None])[:, 0]
             scores.logprobs += logprobs.tolist()
-            scores.greedy += (logits.argmax(-1) == expected).tolist()
+            scores.greedy += (logits[:, :valid_vocab].argmax(-1) == expected).tolist()
         return scores
     finally:
         for writer in writers:

@@ -23,6 +23,7 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 _PREFIX = r"(?:base_model\.model\.)?(?:model\.)?(?:language_model\.)?(?:model\.)?"
 _KEY = re.compile(_PREFIX + r"(layers\.\d+\..+)\.lora_(A|B)(?:\.default)?\.weight")
 _BASE_ROWS = re.compile(r"(?:base_model\.model\.)?(?:model\.embed_tokens|lm_head)\.weight")
+_SAMPLED_ROWS = 1024  # of a cut vocabulary: the published adapter carries 3 GB of them
 _UNSUPPORTED = {  # field of adapter_config.json -> the values that change nothing
     "use_dora": (None, False), "bias": (None, "none"), "fan_in_fan_out": (None, False), "lora_bias": (None, False),
     "modules_to_save": (None, []), "layers_to_transform": (None, []), "layer_replication": (None, []),
@@ -49,8 +50,8 @@ class LoraAdapter:
 def read_lora(folder: str | Path, model: Model) -> LoraAdapter:
     """Read adapter_config.json and adapter_model.safetensors for `model`. Everything is checked before anything is returned.
 
-    Embedding and head rows inside the adapter (a vocabulary that was cut before training) are not loaded: a sample is
-    compared with the base model's rows, and anything else than those is refused.
+    Embedding and head rows inside the adapter (a vocabulary that was cut before training) are not loaded: up to 1024 of them,
+    evenly spread, are compared with the base model's rows, and anything else than those is refused.
     """
     folder = Path(folder)
     settings = read_json(folder / "adapter_config.json")
@@ -62,12 +63,13 @@ def read_lora(folder: str | Path, model: Model) -> LoraAdapter:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             for key in file.keys():
-                match = _KEY.fullmatch(key)
-                name = f"model.{match[1]}" if match else ""
+                name, part = split_key(key)
                 if name in modules and name.rsplit(".", 1)[-1] in TARGETS:
-                    halves.setdefault(name, {})[match[2]] = file.get_tensor(key).float()
-                elif _BASE_ROWS.fullmatch(key):
-                    rows = _check_base_rows(path, key, file.get_slice(key), model)
+                    if part in halves.setdefault(name, {}):
+                        raise MinipsError(f"{path}: {name}.lora_{part} is there twice, the second time as {key}")
+                    halves[name][part] = _finite(path, key, file.get_tensor(key))
+                elif is_base_rows(key):
+                    rows = _check_base_rows(path, key, file.get_slice(key), model, settings.get("base_model_name_or_path"))
                     if base_rows not in (None, rows):
                         raise MinipsError(f"{path}: embedding and head have {base_rows} and {rows} rows, expected the same")
                     base_rows = rows
@@ -85,6 +87,23 @@ def read_lora(folder: str | Path, model: Model) -> LoraAdapter:
     return LoraAdapter(str(folder), pairs, settings, base_rows)
 
 
+def split_key(key: str) -> tuple[str, str]:
+    """A LoRA tensor's key -> (Hugging Face module name, A or B), whatever its prefix; ("", "") for any other key."""
+    match = _KEY.fullmatch(key)
+    return (f"model.{match[1]}", match[2]) if match else ("", "")
+
+
+def is_base_rows(key: str) -> bool:
+    """Whether a key is that of whole embedding or head rows, as PEFT saves them for a vocabulary that was resized."""
+    return _BASE_ROWS.fullmatch(key) is not None
+
+
+def _finite(path: Path, key: str, tensor: Tensor) -> Tensor:
+    if not tensor.is_floating_point() or tensor.dim() != 2 or not torch.isfinite(tensor).all():
+        raise MinipsError(f"{path}: {key} is {tensor.dtype} {list(tensor.shape)}, expected a matrix of finite numbers")
+    return tensor.float()
+
+
 def _check_config(path: Path, settings: dict) -> None:
     if settings.get("peft_type") != "LORA":
         raise MinipsError(f"{path}: peft_type is {settings.get('peft_type')!r}, expected LORA")
@@ -95,30 +114,45 @@ def _check_config(path: Path, settings: dict) -> None:
     if isinstance(start, str) and start.lower().startswith(_CHANGES_THE_BASE):
         raise MinipsError(f"{path}: init_lora_weights is {start!r}, which changes the base weights and is not supported")
     for name in ("r", "lora_alpha"):
-        if not isinstance(settings.get(name), (int, float)) or isinstance(settings[name], bool) or settings[name] <= 0:
+        if not _is_positive(settings.get(name)):
             raise MinipsError(f"{path}: {name} is {settings.get(name)!r}, expected a positive number")
     for name in ("rank_pattern", "alpha_pattern"):
-        if not isinstance(settings.get(name) or {}, dict):
-            raise MinipsError(f"{path}: {name} is {settings[name]!r}, expected an object")
+        patterns = settings.get(name) or {}
+        numbers = isinstance(patterns, dict) and all(map(_is_positive, patterns.values()))
+        if not numbers or not all(_is_pattern(pattern) for pattern in patterns):
+            raise MinipsError(f"{path}: {name} is {settings[name]!r}, expected an object of module name patterns with positive numbers")
+    if not isinstance(settings.get("use_rslora", False), (bool, type(None))):
+        raise MinipsError(f"{path}: use_rslora is {settings['use_rslora']!r}, expected true or false")
 
 
-def _check_base_rows(path: Path, key: str, rows, model: Model) -> int:
-    """Number of rows, if they are the first rows of the base's embedding or head; a sample is compared."""
+def _check_base_rows(path: Path, key: str, rows, model: Model, base: object) -> int:
+    """Number of rows, if they are the first rows of the base's embedding or head; an evenly spread sample is compared."""
     weight = model.lm_head.weight if "lm_head" in key else model.model.embed_tokens.weight
     shape = rows.get_shape()
     if len(shape) != 2 or shape[1] != weight.shape[1] or shape[0] > weight.shape[0]:
         raise MinipsError(
             f"{path}: {key} is {shape}, the model has {list(weight.shape)}; a replaced embedding or head "
-            "(modules_to_save or a resized vocabulary) is not supported"
+            f"(modules_to_save or a resized vocabulary) is not supported; the adapter was made for {base!r}"
         )
-    for row in sorted({0, 1, shape[0] // 3, shape[0] // 2, shape[0] - 2, shape[0] - 1} & set(range(shape[0]))):
-        found = rows[row : row + 1][0].to(weight.device, weight.dtype)
-        if not torch.equal(found, weight[row]):
+    count = min(shape[0], _SAMPLED_ROWS)
+    for row in sorted({at * (shape[0] - 1) // max(count - 1, 1) for at in range(count)}):
+        if not torch.equal(rows[row : row + 1][0].to(weight.device, weight.dtype), weight[row]):
             raise MinipsError(
-                f"{path}: row {row} of {key} differs from the base model's; a replaced embedding or head "
-                "(modules_to_save) is not supported"
+                f"{path}: row {row} of {key} differs from the base model's; a replaced embedding or head (modules_to_save) is "
+                "not supported"
             )
     return shape[0]
+
+
+def _is_positive(value: object) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
+def _is_pattern(pattern: str) -> bool:
+    try:
+        return bool(re.compile(pattern))
+    except re.error:
+        return False
 
 
 def _pattern(patterns: dict, name: str, default):
@@ -132,7 +166,7 @@ def _pattern(patterns: dict, name: str, default):
 def _check_pairs(path: Path, halves: dict, modules: dict, settings: dict) -> dict[str, tuple[Tensor, Tensor, float]]:
     wanted = settings.get("target_modules")
     if isinstance(wanted, list):
-        missing = [target for target in wanted if not any(name.endswith(target) for name in halves)]
+        missing = [target for target in wanted if not any(f".{name}".endswith(f".{target}") for name in halves)]
         if missing:
             raise MinipsError(f"{path}: target_modules names {', '.join(sorted(missing))}, but the file has no tensors for it")
     if not halves:
@@ -143,6 +177,8 @@ def _check_pairs(path: Path, halves: dict, modules: dict, settings: dict) -> dic
         if set(half) != {"A", "B"}:
             raise MinipsError(f"{path}: {name} has lora_{''.join(half)} only, expected lora_A and lora_B")
         rank = half["A"].shape[0]
+        if not rank:
+            raise MinipsError(f"{path}: {name}.lora_A is {list(half['A'].shape)}, expected at least one row")
         for part, expected in (("A", (rank, in_size)), ("B", (out_size, rank))):
             if tuple(half[part].shape) != expected:
                 problems.append(f"{name}.lora_{part} is {list(half[part].shape)}, expected {list(expected)}")

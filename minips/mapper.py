@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from .config import is_integer
 from .errors import MinipsError
 
 KINDS = ("none", "affine", "linear", "low_rank", "normalize")
@@ -39,10 +40,10 @@ class MapperConfig:
         for name, good, expected in (
             ("kind", self.kind in KINDS, f"one of {', '.join(KINDS)}"),
             ("key_space", self.key_space in KEY_SPACES, f"one of {', '.join(KEY_SPACES)}"),
-            ("rank", isinstance(self.rank, int) and 1 <= self.rank <= 4096, "an integer of at least 1"),
+            ("rank", is_integer(self.rank) and 1 <= self.rank <= 4096, "an integer of at least 1"),
             ("per_head", isinstance(self.per_head, bool), "true or false"),
-            ("hidden_dim", isinstance(self.hidden_dim, int) and 1 <= self.hidden_dim <= 65536, "a positive integer"),
-            ("metadata_features", self.metadata_features in FEATURES, f"one of {', '.join(FEATURES)}"),
+            ("hidden_dim", is_integer(self.hidden_dim) and 1 <= self.hidden_dim <= 65536, "a positive integer"),
+            ("metadata_features", self.metadata_features in tuple(FEATURES), f"one of {', '.join(FEATURES)}"),
         ):
             if not good:
                 raise MinipsError(f"mapper: {name} is {getattr(self, name)!r}, expected {expected}")

@@ -190,11 +190,12 @@ def apply_plan(
     consumed: branches that the caller closes afterwards; pages that only they hold are changed in place. On an error no page
     is kept; pages changed in place so far belong to the consumed branches.
     """
-    transform = Transform(pool, rope, mapper, plan.spans, plan.branch_tokens)
     held = Counter(id(segment) for branch in consumed for segment in branch.segments)
     keys = _keys(plan)
     pieces = {key: piece for row, names in zip(plan.pieces, keys) for piece, key in zip(row, names)}
-    branch_of = {key: index for index, names in reversed(list(enumerate(keys))) for key in names}
+    twins = [keys.index(names) for names in keys]
+    branch_of = {key: twins[index] for index, names in enumerate(keys) for key in names}
+    transform = Transform(pool, rope, mapper, plan.spans, plan.branch_tokens, twins)
     variants = Counter(id(piece.segment) for piece in pieces.values())
     kept_prefix = set(map(id, plan.prefix))
 

@@ -85,6 +85,9 @@ class Synthesizer:
                 "use the anchor it was trained with"
             )
         lora = adapter.lora if adapter is not None else None
+        declared = str((lora.config if lora is not None else {}).get("base_model_name_or_path") or "").rstrip("/").split("/")[-1]
+        if declared and engine.folder is not None and declared.lower() != engine.folder.resolve().name.lower():
+            warnings.warn(f"the adapter was made for {declared!r}, the model is {engine.folder.name!r}", stacklevel=2)
         self.model = fold(engine.model, lora) if lora is not None else engine.model
         self.valid_vocab = min(engine.valid_vocab, lora.base_rows or engine.valid_vocab) if lora is not None else engine.valid_vocab
 
@@ -190,7 +193,7 @@ class Synthesizer:
     def score(self, context: Context, prompt: Prompt, target: str | list[int]) -> Scores:
         """Log-probabilities of `target` as the answer to `prompt` over a merged context, which stays open."""
         ids = self._prompt_ids(context, prompt)
-        return score_ids(self.engine, context.branch.child(), ids, self.engine.prompts.output(target), self.model)
+        return score_ids(self.engine, context.branch.child(), ids, self.engine.prompts.output(target), self.model, self.valid_vocab)
 
     def run(
         self,

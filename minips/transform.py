@@ -28,13 +28,20 @@ class Job(NamedTuple):
 class Transform:
     """What a merge does to stored K and V. A map that is the identity is skipped, so that it changes no bit.
 
-    spans: positions that each branch covers; lengths: its kept tokens. Both are what the map may depend on.
+    spans: positions that each branch covers; lengths: its kept tokens; twins: the first branch that stands on the very same
+    pieces (mostly itself), which alone has jobs. All three are what the map may depend on.
     """
 
     def __init__(
-        self, pool: KVPool, rope: Rope, mapper: CacheMapper | None = None, spans: Sequence[int] = (), lengths: Sequence[int] = ()
+        self,
+        pool: KVPool,
+        rope: Rope,
+        mapper: CacheMapper | None = None,
+        spans: Sequence[int] = (),
+        lengths: Sequence[int] = (),
+        twins: Sequence[int] = (),
     ):
-        self.pool, self.rope, self.mapper, self.lengths = pool, rope, mapper, lengths
+        self.pool, self.rope, self.mapper, self.lengths, self.twins = pool, rope, mapper, lengths, twins
         self.coefficients: Coefficients | None = None
         self.maps_keys = self.maps_values = False
         self.statistics_needed = mapper is not None and mapper.config.kind == "normalize" and len(lengths) > 1
@@ -119,9 +126,8 @@ class Transform:
                     _accumulate(keys[:, job.branch, layer], k, seen[job.branch])
                     _accumulate(values[:, job.branch, layer], v, seen[job.branch])
                 seen[job.branch] += len(slots[part])
-        for branch, length in enumerate(self.lengths):  # branches that share every piece with an earlier one
-            if not seen[branch]:
-                twin = next(b for b in range(count) if seen[b] == length)
+        for branch, twin in enumerate(self.twins):
+            if twin != branch:
                 keys[:, branch], values[:, branch] = keys[:, twin], values[:, twin]
         return self.mapper.from_statistics(keys, values, self.lengths)
 

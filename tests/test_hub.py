@@ -255,3 +255,28 @@ def test_failed_fetch_falls_back_to_the_cache(hub_cache, monkeypatch):
     refused("org/name", "org/name", str(hub_cache), "404: no such repository")
     folder = make_snapshot(hub_cache)
     assert resolve_model("org/name") == folder
+
+
+# Adapters
+
+
+def test_adapters_are_found_by_folder_name_and_hub_id(tmp_path, hub_cache, monkeypatch):
+    folder = tmp_path / "weights" / "mine"
+    folder.mkdir(parents=True)
+    assert hub.resolve_adapter("mine") == folder and hub.resolve_adapter(str(folder)) == folder
+    with pytest.raises(MinipsError, match="adapter 'other' was not found"):
+        hub.resolve_adapter("other")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(MinipsError, match="org/name: an adapter was not found in the cache .*HF_HUB_OFFLINE is set"):
+        hub.resolve_adapter("org/name")
+    snapshot = make_snapshot(hub_cache, files=("cache_mapper.pt",))
+    assert hub.resolve_adapter("org/name") == snapshot
+
+
+def test_an_adapter_of_the_released_form_is_asked_for_with_its_subfolder(hub_cache, monkeypatch, tmp_path):
+    import huggingface_hub
+
+    asked = {}
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **options: asked.update(options) or str(tmp_path))
+    assert hub.resolve_adapter("org/name", progress=False) == tmp_path
+    assert "judger_lora/*" in asked["allow_patterns"] and "cache_mapper.pt" in asked["allow_patterns"] and not asked["ignore_patterns"]
