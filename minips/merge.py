@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .config import MergeOptions
 from .errors import MinipsError
@@ -92,7 +92,7 @@ def plan_merge(
         plan.spans.append(span)
     if branches and not plan.pieces:
         raise MinipsError(f"merge: all {len(branches)} branches are empty (each stopped at once), so there is nothing to merge")
-    _place(plan, options, fork_point)
+    _place(plan, options, fork_point, limit)
     if plan.next_position > limit:
         raise MinipsError(f"merge: the merged branches end at position {plan.next_position}, the model's limit is {limit}")
     for piece in (piece for pieces in plan.pieces for piece in pieces):
@@ -102,83 +102,70 @@ def plan_merge(
     return plan
 
 
+def _kept_groups(branch: Branch, depth: int, options: MergeOptions, index: int) -> list[range]:
+    """Runs of adjacent segments (as indices) of which tokens are kept; only segments from `depth` on belong to the branch itself."""
+    segments = branch.segments
+    if options.keep_turns in ("all", "full"):
+        return [range(depth, len(segments))] if len(segments) > depth else []
+    groups: list[range] = []
+    for i in range(depth, len(segments)):
+        if segments[i].role == "output":
+            adjacent = bool(groups) and groups[-1].stop == i
+            groups[-1:] = [range(groups[-1].start, i + 1)] if adjacent else [*groups[-1:], range(i, i + 1)]
+    if not groups:
+        raise MinipsError(f"merge: branch {index} has no output; call engine.decode or engine.encode first")
+    return groups[-1:] if options.keep_turns == "final" else groups
+
+
 def _kept_pieces(branch: Branch, depth: int, options: MergeOptions, index: int) -> tuple[list[Piece], int, list[int]]:
     """Kept pieces of one branch, laid out from position 0; their span in positions; their token ids."""
-    segments, own = branch.segments, range(depth, len(branch.segments))
-    outputs = [i for i in own if segments[i].role == "output"]
-    everything = options.keep_turns in ("all", "full")
-    if not outputs and not everything:
-        raise MinipsError(f"merge: branch {index} has no output; call engine.decode or engine.encode first")
-    groups: list[list[int]] = []  # runs of adjacent kept segments
-    for i in own if everything else outputs:
-        if groups and groups[-1][-1] == i - 1:
-            groups[-1].append(i)
-        else:
-            groups.append([i])
-    if options.keep_turns == "final":
-        groups = groups[-1:]
-    starts = [0]  # index of each segment's first token in branch.token_ids
+    segments, starts = branch.segments, [0]  # starts: index of each segment's first token in branch.token_ids
     for segment in segments:
         starts.append(starts[-1] + segment.length)
+    groups = _kept_groups(branch, depth, options, index)
+    released_rule = options.profile == "official" and options.keep_turns not in ("all", "full")
+    origin = segments[groups[0].start].start if groups else 0
     pieces: list[Piece] = []
     tokens: list[int] = []
-    origin = segments[groups[0][0]].start if groups else 0
-    cursor = end = 0
-    keep_stop = options.keep_stop_token and options.profile == "minips"
+    end = 0
     for group in groups:
-        first, last = segments[group[0]], segments[group[-1]]
-        shift = cursor - first.start if options.keep_turns == "compact" else -origin
-        drop = 0
-        if options.profile == "official" and not everything and last.ended != "given":
-            before = segments[group[0] - 1] if group[0] else None
-            if before is not None and before.length:
-                pieces.append(Piece(before, before.length - 1, 1, before.start + before.length - 1 + shift))
-                tokens.append(branch.token_ids[starts[group[0]] - 1])
-            drop = int(last.ended in ("length", "stop_string"))
-        if options.profile == "official" and not everything:  # the span counts every token made, an ending one included
-            made = sum(segments[i].length for i in group) + (last.ended == "stop")
-            end = max(end, first.start + shift + made)
-        empty = not any(segments[i].length for i in group)
-        for i in group:
-            segment = segments[i]
-            ids = branch.token_ids[starts[i] : starts[i + 1]]
-            if segment is last and drop:
-                ids = ids[:-1]
-            elif segment is last and keep_stop and not empty and segment.stop_token is not None:
-                ids = [*ids, segment.stop_token]
-            length = len(ids)
-            if length:
-                pieces.append(Piece(segment, 0, length, segment.start + shift))
-                tokens += ids
-                end = max(end, segment.start + shift + length)
-        cursor = end
+        last, place = segments[group[-1]], segments[group.start].start
+        shift = end - place if options.keep_turns == "compact" else -origin
+        ids = [branch.token_ids[starts[i] : starts[i + 1]] for i in group]
+        made = sum(map(len, ids))
+        if released_rule:
+            before = segments[group.start - 1] if group.start else None
+            if before is not None and before.length and last.ended != "given":
+                pieces.append(Piece(before, before.length - 1, 1, place + shift - 1))
+                tokens.append(branch.token_ids[starts[group.start] - 1])
+            if last.ended in ("length", "stop_string"):
+                ids[-1] = ids[-1][:-1]
+            end = max(end, place + shift + made + (last.ended == "stop"))  # a span counts the token that ended it
+        elif options.keep_stop_token and options.profile == "minips" and made and last.stop_token is not None:
+            ids[-1] = [*ids[-1], last.stop_token]
+        for i, kept in zip(group, ids):
+            if kept:
+                pieces.append(Piece(segments[i], 0, len(kept), segments[i].start + shift))
+                tokens += kept
+                end = max(end, segments[i].start + shift + len(kept))
     slots = sum(piece.length for piece in pieces)
     return pieces, max(end, slots) if options.profile == "official" else end, tokens
 
 
-def _place(plan: Plan, options: MergeOptions, fork_point: int) -> None:
+def _place(plan: Plan, options: MergeOptions, fork_point: int, limit: int) -> None:
     """Move the pieces from position 0 to where the layout puts them; sets `next_position`."""
-    spans = plan.spans
-    offsets = [sum(spans[:j]) if options.layout == "sequential" else 0 for j in range(len(spans))]
-    width = sum(spans) if options.layout == "sequential" else max(spans, default=0)
-    if not options.rerotate:
-        olds = [piece.segment.start + piece.first for pieces in plan.pieces for piece in pieces]
-        lengths = [piece.length for pieces in plan.pieces for piece in pieces]
-        plan.pieces = [
-            [Piece(p.segment, p.first, p.length, p.segment.start + p.first) for p in pieces] for pieces in plan.pieces
-        ]
-        plan.next_position = max([fork_point, *(old + length for old, length in zip(olds, lengths))])
+    if not options.rerotate:  # every key stays where it is
+        plan.pieces = [[replace(piece, start=piece.start - piece.delta) for piece in row] for row in plan.pieces]
+        plan.next_position = max([fork_point, *(piece.start + piece.length for row in plan.pieces for piece in row)])
         return
-    if options.anchor == "free":
-        wishes = Counter(-pieces[0].delta - offset for pieces, offset in zip(plan.pieces, offsets))
-        wishes = {anchor: count for anchor, count in wishes.items() if anchor >= 0} or {0: 0}
-        anchor = min(wishes, key=lambda value: (-wishes[value], value))
-    else:
-        anchor = fork_point if options.anchor == "fork" else 0
-    plan.pieces = [
-        [Piece(p.segment, p.first, p.length, p.start + anchor + offset) for p in pieces]
-        for pieces, offset in zip(plan.pieces, offsets)
-    ]
+    sequential = options.layout == "sequential"
+    offsets = [sum(plan.spans[:j]) if sequential else 0 for j in range(len(plan.spans))]
+    width = sum(plan.spans) if sequential else max(plan.spans, default=0)
+    anchor = fork_point if options.anchor == "fork" else 0
+    if options.anchor == "free":  # where most branches need no rotation
+        wishes = Counter(-row[0].delta - offset for row, offset in zip(plan.pieces, offsets))
+        anchor = min((wish for wish in wishes if 0 <= wish <= limit - width), key=lambda wish: (-wishes[wish], wish), default=0)
+    plan.pieces = [[replace(piece, start=piece.start + anchor + offset) for piece in row] for row, offset in zip(plan.pieces, offsets)]
     plan.next_position = anchor + width
 
 

@@ -179,6 +179,15 @@ def test_layouts_beyond_the_limit_are_refused():  # FAULTS 36
     assert engine.check()
 
 
+def test_the_free_anchor_gives_way_where_the_branches_would_not_fit():
+    engine = tiny_engine(tiny_config(max_position_embeddings=64))
+    root = engine.prefill(prompt_ids(50))
+    branches = engine.encode(engine.fork(root, [[], []]), [prompt_ids(10, 1), prompt_ids(10, 2)])
+    options = {"keep_prefix": False, "layout": "sequential"}
+    with Synthesizer(engine, options=options).merge(branches) as context:
+        assert context.branch.next_position <= 64 and context.branch_tokens == [10, 10]
+
+
 def test_a_segment_moves_at_most_eight_times_in_16_bits():
     for dtype, refused in ((torch.bfloat16, True), (torch.float32, False)):
         engine = tiny_engine(dtype=dtype)
