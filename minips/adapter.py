@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from .config import MergeOptions, ModelConfig, is_integer, read_json
-from .errors import MinipsError
+from .errors import MinipsError, brief
 from .lora import LoraAdapter, read_lora
 from .mapper import CacheMapper, MapperConfig
 from .model import Model
@@ -82,40 +82,45 @@ def load_adapter(
         raise MinipsError(f"adapter parts is {parts!r}, expected one of {', '.join(PARTS)}")
     place = find_components(folder)
     config, form = model.config, form_of(place)
+    with_mapper, with_lora = parts in ("both", "mapper_only"), parts in ("both", "lora_only")
     if form == "minips":
-        adapter = _load_ours(place, model, fingerprint, force)
+        adapter = _load_ours(place, model, fingerprint, force, with_mapper, with_lora)
     elif form == "released":
-        lora = read_lora(place / "judger_lora", model) if (place / "judger_lora").exists() else None
-        mapper = read_released_mapper(place, config) if (place / "cache_mapper.pt").exists() else None
+        lora = read_lora(place / "judger_lora", model) if with_lora and (place / "judger_lora").exists() else None
+        mapper = read_released_mapper(place, config) if with_mapper and (place / "cache_mapper.pt").exists() else None
         adapter = Adapter(str(folder), mapper, lora, MergeOptions(profile="official"), released_record(place))
     else:
-        adapter = Adapter(str(folder), None, read_lora(place, model), MergeOptions())
-    if parts in ("lora_only", "none"):
-        adapter.mapper = None
-    if parts in ("mapper_only", "none"):
-        adapter.lora = None
+        adapter = Adapter(str(folder), None, read_lora(place, model) if with_lora else None, MergeOptions())
     if adapter.mapper is not None:
         adapter.mapper.requires_grad_(False).to(model.lm_head.weight.device)
     return adapter
 
 
-def _load_ours(place: Path, model: Model, fingerprint: Callable[[], str], force: bool) -> Adapter:
+def _load_ours(
+    place: Path, model: Model, fingerprint: Callable[[], str], force: bool, with_mapper: bool, with_lora: bool
+) -> Adapter:
     path = place / "minips.json"
     info, mapper_config, options = read_info(place)
     expected, found = model_shape(model.config), info.get("model_shape")
     if found != expected:
-        raise MinipsError(f"{path}: the adapter was made for a model of shape {found}, this one is {expected}")
-    if info.get("base_fingerprint") and not force and info["base_fingerprint"] != fingerprint():
+        raise MinipsError(f"{path}: the adapter was made for a model of shape {brief(found, 300)}, this one is {expected}")
+    if not force and info.get("base_fingerprint") != fingerprint():
         raise MinipsError(
-            f"{path}: the adapter was made on weights {info['base_fingerprint']} ({info.get('base_model')!r}), "
+            f"{path}: the adapter was made on weights {brief(info.get('base_fingerprint'))} ({brief(info.get('base_model'))}), "
             f"these are {fingerprint()}; force=True loads it all the same"
         )
+    for file, kept, needed in (
+        ("mapper.safetensors", mapper_config is not None, "a mapper in minips.json"),
+        ("adapter_model.safetensors", (place / "adapter_config.json").is_file(), "adapter_config.json"),
+    ):
+        if (place / file).exists() and not kept:
+            raise MinipsError(f"{place / file}: is there, but {needed} is missing, so it would be ignored")
     mapper = None
-    if mapper_config is not None:
+    if with_mapper and mapper_config is not None:
         mapper = new_mapper(mapper_config, model.config)
         if mapper.state_dict():
             fill_mapper(mapper, read_safetensors(place / "mapper.safetensors"), place / "mapper.safetensors")
-    lora = read_lora(place, model) if (place / "adapter_config.json").is_file() else None
+    lora = read_lora(place, model) if with_lora and (place / "adapter_config.json").is_file() else None
     if lora is not None:
         lora.base_rows = info.get("vocab_rows")
     return Adapter(str(place), mapper, lora, options, info)
@@ -126,17 +131,17 @@ def read_info(place: Path) -> tuple[dict, MapperConfig | None, MergeOptions]:
     path = place / "minips.json"
     info = read_json(path)
     if info.get("format") != FORMAT:
-        raise MinipsError(f"{path}: format is {info.get('format')!r}, expected {FORMAT}")
+        raise MinipsError(f"{path}: format is {brief(info.get('format'))}, expected {FORMAT}")
     for name in ("mapper", "merge_options", "training"):
         if not isinstance(info.get(name) or {}, dict):
-            raise MinipsError(f"{path}: {name} is {info[name]!r}, expected an object")
+            raise MinipsError(f"{path}: {name} is {brief(info[name])}, expected an object")
     rows = info.get("vocab_rows")
     if rows is not None and (not is_integer(rows) or rows < 1):
-        raise MinipsError(f"{path}: vocab_rows is {rows!r}, expected a positive integer or null")
+        raise MinipsError(f"{path}: vocab_rows is {brief(rows)}, expected a positive integer or null")
     fields = info.get("mapper") or None
     try:
         if unknown := set(fields or {}) - set(MapperConfig.__dataclass_fields__):
-            raise MinipsError(f"mapper has unknown fields {', '.join(sorted(unknown))}")
+            raise MinipsError(f"mapper has unknown fields {brief(sorted(unknown))}")
         return info, MapperConfig(**fields) if fields else None, MergeOptions.from_dict(info.get("merge_options") or {})
     except MinipsError as error:
         raise MinipsError(f"{path}: {error}") from None
@@ -173,13 +178,18 @@ def fill_mapper(mapper: CacheMapper, tensors: dict[str, Tensor], path: Path) -> 
     wanted = mapper.state_dict()
     missing, extra = sorted(set(wanted) - set(tensors)), sorted(set(tensors) - set(wanted))
     if missing or extra:
-        raise MinipsError(f"{path}: mapper tensors missing: {', '.join(missing) or 'none'}; unknown: {', '.join(extra) or 'none'}")
+        raise MinipsError(f"{path}: mapper tensors missing: {brief(missing)}; unknown: {brief(extra)}")
     for name, tensor in tensors.items():
         if tensor.shape != wanted[name].shape:
             raise MinipsError(f"{path}: {name} is {list(tensor.shape)}, expected {list(wanted[name].shape)}")
-        if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
+        if not tensor.is_floating_point() or not torch.isfinite(tensor.float()).all():
             raise MinipsError(f"{path}: {name} holds values that are not finite numbers")
     mapper.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+
+
+def base_name(settings: dict) -> str:
+    """The last part of the base model's name that a LoRA's adapter_config.json declares, in lower case; "" for none."""
+    return str(settings.get("base_model_name_or_path") or "").rstrip("/").split("/")[-1].lower()
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from . import adapter as files
 from .config import DEFAULT_MODEL, MergeOptions, ModelConfig, read_json
-from .errors import MinipsError
+from .errors import MinipsError, brief
 from .hub import resolve_adapter, resolve_model
-from .lora import is_base_rows, split_key
+from .lora import check_lora_config, is_base_rows, split_key
 from .mapper import CacheMapper, MapperConfig
 from .model import Model
 from .weights import STORED_BYTES, fingerprint, load_weights, resolve_dtype
@@ -70,6 +70,8 @@ def read_stored(name: str | Path) -> Stored:
             mapper = files.released_tensors(place)[0]
     lora = lora if (lora / "adapter_config.json").exists() or (form == "released" and lora.exists()) else None
     settings = read_json(lora / "adapter_config.json") if lora is not None else {}
+    if lora is not None:
+        check_lora_config(lora / "adapter_config.json", settings)
     return Stored(Path(name).name or str(name), place, form, lora, settings, info, mapper, options)
 
 
@@ -129,10 +131,14 @@ def _check_agreement(one: Stored, two: Stored, missing: str) -> None:
             continue
         if (first or None) != (second or None) and (name, None) not in (("task_type", first), ("task_type", second)):
             raise MinipsError(f"{two.name}: adapter_config.json has {name} {second!r}, {one.name} has {first!r}; expected the same")
+    bases = [files.base_name(side.lora_config) for side in (one, two)]
+    if all(bases) and bases[0] != bases[1]:
+        raise MinipsError(f"{two.name}: was made for {brief(bases[1])}, {one.name} for {brief(bases[0])}; expected the same base model")
     for name in ("base_fingerprint", "model_shape"):
         first, second = one.info.get(name), two.info.get(name)
         if one.form == two.form == "minips" and first and second and first != second:
-            raise MinipsError(f"{two.name}: minips.json has {name} {second}, {one.name} has {first}; expected the same base model")
+            found = f"{two.name}: minips.json has {name} {brief(second)}, {one.name} has {brief(first)}"
+            raise MinipsError(f"{found}; expected the same base model")
     if None not in (one.options, two.options) and one.options != two.options:
         shown = (", ".join(f"{k}={v}" for k, v in asdict(side.options).items()) for side in (two, one))
         raise MinipsError("{}: merge options are {}, {} has {}; expected the same".format(two.name, next(shown), one.name, next(shown)))
@@ -178,15 +184,21 @@ def _tensors(side: Stored) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
             for key in file.keys():
                 module, part = split_key(key)
                 if not module and not is_base_rows(key):
-                    raise MinipsError(f"{side.tensors}: {key} is no LoRA tensor of a decoder layer")
+                    raise MinipsError(f"{side.tensors}: {brief(key)} is no LoRA tensor of a decoder layer")
                 target, name = (lora, f"base_model.model.{module}.lora_{part}.weight") if module else (rows, key)
                 target[name] = file.get_tensor(key)
-                if module and not (target[name].is_floating_point() and torch.isfinite(target[name]).all()):
-                    raise MinipsError(f"{side.tensors}: {key} holds values that are not finite numbers")
+                if target[name].dim() != 2 or module and not (
+                    target[name].is_floating_point() and torch.isfinite(target[name].float()).all()
+                ):
+                    raise MinipsError(f"{side.tensors}: {brief(key)} is no matrix of finite numbers")
     except FileNotFoundError:
         raise MinipsError(f"{side.tensors}: no such file") from None
     except (SafetensorError, OSError) as error:
         raise MinipsError(f"{side.tensors}: not readable as safetensors ({error})") from None
+    for key, tensor in lora.items():
+        a, b = (lora.get(f"{key.removesuffix('.weight')[:-1]}{part}.weight") for part in "AB")
+        if a is None or b is None or not len(a) or a.shape[0] != b.shape[1]:
+            raise MinipsError(f"{side.tensors}: {brief(key)} is {list(tensor.shape)}; expected lora_A [r, in] beside lora_B [out, r]")
     return lora, rows
 
 
@@ -194,6 +206,8 @@ def _put_mapper(source: Stored | None, form: str, place: Path) -> None:
     """The mapper's files of `source` in the wanted form; copied byte for byte where it has that form already."""
     if source is None or source.mapper is None:
         return
+    if source.form == "released":
+        files.fill_mapper(CacheMapper(source.mapper, 1, 1, 2), files.released_tensors(source.place)[1], source.place / "cache_mapper.pt")
     if source.form == form:
         for name in ("cache_mapper.pt", "cache_mapper_config.json", "mapper.safetensors"):
             if (source.place / name).exists():
@@ -217,6 +231,9 @@ def convert_adapter(source: str | Path, out: str | Path, *, to: str, model: str 
     config = ModelConfig.from_folder(folder)
     base = Model.from_tensors(config, load_weights(folder, config, dtype=resolve_dtype("auto", config)))
     adapter = files.load_adapter(resolve_adapter(str(source)), base, lambda: fingerprint(folder, config), force=force)
+    declared = files.base_name(adapter.lora.config) if adapter.lora is not None else ""
+    if declared and declared != folder.resolve().name.lower() and not force:
+        raise MinipsError(f"{source}: was made for {brief(declared)}, the model is {folder.name!r}; --force goes on all the same")
     if to == "released":
         if files.form_of(files.find_components(resolve_adapter(str(source)))) == "peft":
             adapter.options = MergeOptions(profile="official")  # a bare LoRA says nothing of its own
@@ -265,7 +282,7 @@ def describe(name: str | Path) -> dict:
         "model_shape": side.info.get("model_shape"),
         "merge_options": asdict(side.options) if side.options is not None else None,
         "training": side.info.get("training"),
-        "vocab_rows": side.info.get("vocab_rows") or (max(shape[0] for shape in rows.values()) if rows else None),
+        "vocab_rows": side.info.get("vocab_rows") or (max(shape[0] if shape else 0 for shape in rows.values()) if rows else None),
         "base_tensors": rows,
     }
 
@@ -352,6 +369,9 @@ def run(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     args = build_parser().parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
     try:
         run(args)
     except MinipsError as error:

@@ -3,3 +3,9 @@
 
 class MinipsError(ValueError):
     """A refused call or bad input: one clear line that names the file or field, what was found and what was expected."""
+
+
+def brief(value: object, limit: int = 120) -> str:
+    """A value from a file for a message: one line, printable, bounded."""
+    text = ascii(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .config import DEFAULT_MODEL
-from .errors import MinipsError
+from .errors import MinipsError, brief
 from .gguf_convert import convert_gguf
 from .weights import INDEX, SINGLE
 
@@ -63,6 +63,8 @@ def resolve_model(name: str, *, progress: bool = True) -> Path:
 def resolve_adapter(name: str, *, progress: bool = True) -> Path:
     """The folder of an adapter: a local folder, `weights/NAME` beside the package or in the current folder, or a hub id."""
     name = str(name)
+    if not name.strip():
+        raise MinipsError("the adapter's name is empty, expected a name, a folder or a hub id")
     local = _local_path(name)
     if local.is_dir():
         return local
@@ -72,7 +74,7 @@ def resolve_adapter(name: str, *, progress: bool = True) -> Path:
                 return weights / name
     if _HUB_ID.fullmatch(name):
         return _hub_snapshot(name, progress, _ADAPTER_FILES, [], lambda cache: _only_snapshot(name, cache, "an adapter"))
-    raise MinipsError(f"adapter {name!r} was not found; tried a local folder, weights{os.sep}{name} and the hub (org/name)")
+    raise MinipsError(f"adapter {brief(name)} was not found; tried a local folder, the weights folder and the hub (org/name)")
 
 
 def _local_path(name: str) -> Path:

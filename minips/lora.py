@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from .config import read_json
-from .errors import MinipsError
+from .errors import MinipsError, brief
 from .model import Model
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -55,7 +55,7 @@ def read_lora(folder: str | Path, model: Model) -> LoraAdapter:
     """
     folder = Path(folder)
     settings = read_json(folder / "adapter_config.json")
-    _check_config(folder / "adapter_config.json", settings)
+    check_lora_config(folder / "adapter_config.json", settings)
     path = folder / "adapter_model.safetensors"
     modules = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and ".layers." in name}
     halves: dict[str, dict[str, Tensor]] = {}
@@ -66,7 +66,7 @@ def read_lora(folder: str | Path, model: Model) -> LoraAdapter:
                 name, part = split_key(key)
                 if name in modules and name.rsplit(".", 1)[-1] in TARGETS:
                     if part in halves.setdefault(name, {}):
-                        raise MinipsError(f"{path}: {name}.lora_{part} is there twice, the second time as {key}")
+                        raise MinipsError(f"{path}: {name}.lora_{part} is there twice, the second time as {brief(key)}")
                     halves[name][part] = _finite(path, key, file.get_tensor(key))
                 elif is_base_rows(key):
                     rows = _check_base_rows(path, key, file.get_slice(key), model, settings.get("base_model_name_or_path"))
@@ -81,7 +81,7 @@ def read_lora(folder: str | Path, model: Model) -> LoraAdapter:
         raise MinipsError(f"{path}: not readable as safetensors ({error})") from None
     if strange:
         hint = " (modules_to_save is not supported)" if any("modules_to_save" in key for key in strange) else ""
-        shown = ", ".join(strange[:3])
+        shown = ", ".join(map(brief, strange[:3]))
         raise MinipsError(f"{path}: {len(strange)} tensors match no module of the model{hint}: {shown}{'...' if strange[3:] else ''}")
     pairs = _check_pairs(path, halves, modules, settings)
     return LoraAdapter(str(folder), pairs, settings, base_rows)
@@ -99,28 +99,34 @@ def is_base_rows(key: str) -> bool:
 
 
 def _finite(path: Path, key: str, tensor: Tensor) -> Tensor:
-    if not tensor.is_floating_point() or tensor.dim() != 2 or not torch.isfinite(tensor).all():
-        raise MinipsError(f"{path}: {key} is {tensor.dtype} {list(tensor.shape)}, expected a matrix of finite numbers")
-    return tensor.float()
+    wide = tensor.float()  # first: a large fp64 value is infinite in fp32
+    if not tensor.is_floating_point() or tensor.dim() != 2 or not torch.isfinite(wide).all():
+        raise MinipsError(f"{path}: {brief(key)} is {tensor.dtype} {list(tensor.shape)}, expected a matrix of finite numbers")
+    return wide
 
 
-def _check_config(path: Path, settings: dict) -> None:
+def check_lora_config(path: Path, settings: dict) -> None:
+    """Refuse what is not implemented, and fields that are not what they should be; needs no model."""
     if settings.get("peft_type") != "LORA":
-        raise MinipsError(f"{path}: peft_type is {settings.get('peft_type')!r}, expected LORA")
+        raise MinipsError(f"{path}: peft_type is {brief(settings.get('peft_type'))}, expected LORA")
     for name, harmless in _UNSUPPORTED.items():
         if settings.get(name) not in harmless:
-            raise MinipsError(f"{path}: {name} is {settings[name]!r}, which is not supported")
+            raise MinipsError(f"{path}: {name} is {brief(settings[name])}, which is not supported")
     start = settings.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGES_THE_BASE):
-        raise MinipsError(f"{path}: init_lora_weights is {start!r}, which changes the base weights and is not supported")
+        raise MinipsError(f"{path}: init_lora_weights is {brief(start)}, which changes the base weights and is not supported")
     for name in ("r", "lora_alpha"):
         if not _is_positive(settings.get(name)):
-            raise MinipsError(f"{path}: {name} is {settings.get(name)!r}, expected a positive number")
+            raise MinipsError(f"{path}: {name} is {brief(settings.get(name))}, expected a positive number")
     for name in ("rank_pattern", "alpha_pattern"):
         patterns = settings.get(name) or {}
         numbers = isinstance(patterns, dict) and all(map(_is_positive, patterns.values()))
         if not numbers or not all(_is_pattern(pattern) for pattern in patterns):
-            raise MinipsError(f"{path}: {name} is {settings[name]!r}, expected an object of module name patterns with positive numbers")
+            found = brief(settings[name])
+            raise MinipsError(f"{path}: {name} is {found}, expected an object of plain module name patterns with positive numbers")
+    targets = settings.get("target_modules")
+    if not isinstance(targets, (str, type(None))) and not (isinstance(targets, list) and all(isinstance(t, str) for t in targets)):
+        raise MinipsError(f"{path}: target_modules is {brief(targets)}, expected a list of module names")
     if not isinstance(settings.get("use_rslora", False), (bool, type(None))):
         raise MinipsError(f"{path}: use_rslora is {settings['use_rslora']!r}, expected true or false")
 
@@ -132,7 +138,7 @@ def _check_base_rows(path: Path, key: str, rows, model: Model, base: object) -> 
     if len(shape) != 2 or shape[1] != weight.shape[1] or shape[0] > weight.shape[0]:
         raise MinipsError(
             f"{path}: {key} is {shape}, the model has {list(weight.shape)}; a replaced embedding or head "
-            f"(modules_to_save or a resized vocabulary) is not supported; the adapter was made for {base!r}"
+            f"(modules_to_save or a resized vocabulary) is not supported; the adapter was made for {brief(base)}"
         )
     count = min(shape[0], _SAMPLED_ROWS)
     for row in sorted({at * (shape[0] - 1) // max(count - 1, 1) for at in range(count)}):
@@ -145,12 +151,15 @@ def _check_base_rows(path: Path, key: str, rows, model: Model, base: object) -> 
 
 
 def _is_positive(value: object) -> bool:
-    return type(value) in (int, float) and 0 < value < math.inf
+    return type(value) in (int, float) and 0 < value < 1e9
 
 
 def _is_pattern(pattern: str) -> bool:
+    """Names, dots, alternatives, numbers and at most two `.*`: a stranger's regular expression could run for ever."""
+    if len(pattern) > 300 or pattern.count(".*") > 2 or not re.fullmatch(r"\^?(?:[\w\-.|()]|\.\*|\\\.|\\d\+)+\$?", pattern):
+        return False
     try:
-        return bool(re.compile(pattern))
+        return bool(re.compile(rf"(.*\.)?({pattern})$"))
     except re.error:
         return False
 
@@ -168,7 +177,7 @@ def _check_pairs(path: Path, halves: dict, modules: dict, settings: dict) -> dic
     if isinstance(wanted, list):
         missing = [target for target in wanted if not any(f".{name}".endswith(f".{target}") for name in halves)]
         if missing:
-            raise MinipsError(f"{path}: target_modules names {', '.join(sorted(missing))}, but the file has no tensors for it")
+            raise MinipsError(f"{path}: target_modules names {brief(', '.join(sorted(missing)))}, but the file has no tensors for it")
     if not halves:
         raise MinipsError(f"{path}: no LoRA tensors found for this model")
     problems, pairs = [], {}
@@ -189,7 +198,7 @@ def _check_pairs(path: Path, halves: dict, modules: dict, settings: dict) -> dic
         pairs[name] = (half["A"], half["B"], alpha / math.sqrt(rank) if settings.get("use_rslora") else alpha / rank)
     if problems:
         base = settings.get("base_model_name_or_path")
-        raise MinipsError(f"{path}: {problems[0]} ({len(problems)} such faults; the adapter was made for {base!r})")
+        raise MinipsError(f"{path}: {problems[0]} ({len(problems)} such faults; the adapter was made for {brief(base)})")
     return pairs
 
 
@@ -201,6 +210,8 @@ def fold(model: Model, adapter: LoraAdapter) -> Model:
         weight = tensors[f"{name}.weight"]
         delta = (b.to(weight.device) @ a.to(weight.device)) * scale
         tensors[f"{name}.weight"] = (weight.float() + delta).to(weight.dtype)
+        if not torch.isfinite(tensors[f"{name}.weight"]).all():
+            raise MinipsError(f"{adapter.name}: folding {name} gives values that are not finite; the adapter is broken")
     return Model.from_tensors(model.config, tensors)
 
 

@@ -7,12 +7,12 @@ import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from .adapter import Adapter, load_adapter
+from .adapter import Adapter, base_name, load_adapter
 from .answering import answer, score_ids
 from .chat import default_prompt
 from .config import MergeOptions, SamplingParams
 from .engine import Engine, OnToken, params_for
-from .errors import MinipsError
+from .errors import MinipsError, brief
 from .hub import resolve_adapter
 from .kv_cache import Branch
 from .lora import fold
@@ -85,9 +85,9 @@ class Synthesizer:
                 "use the anchor it was trained with"
             )
         lora = adapter.lora if adapter is not None else None
-        declared = str((lora.config if lora is not None else {}).get("base_model_name_or_path") or "").rstrip("/").split("/")[-1]
-        if declared and engine.folder is not None and declared.lower() != engine.folder.resolve().name.lower():
-            warnings.warn(f"the adapter was made for {declared!r}, the model is {engine.folder.name!r}", stacklevel=2)
+        declared = base_name(lora.config) if lora is not None else ""
+        if declared and engine.folder is not None and declared != engine.folder.resolve().name.lower():
+            warnings.warn(f"the adapter was made for {brief(declared)}, the model is {engine.folder.name!r}", stacklevel=2)
         self.model = fold(engine.model, lora) if lora is not None else engine.model
         self.valid_vocab = min(engine.valid_vocab, lora.base_rows or engine.valid_vocab) if lora is not None else engine.valid_vocab
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .errors import MinipsError
 from .kv_cache import KVPool, Segment
 from .mapper import CacheMapper, Coefficients
 from .rope import Rope, apply_rope
@@ -50,6 +51,8 @@ class Transform:
         elif mapper is not None:
             with torch.no_grad():
                 self.coefficients = mapper.coefficients(spans)
+            if self.coefficients is not None and not all(bool(torch.isfinite(part).all()) for part in vars(self.coefficients).values()):
+                raise MinipsError("mapper: its coefficients are not finite numbers; the adapter is broken")
             keys_same, values_same = mapper.is_identity(self.coefficients)
             self.maps_keys, self.maps_values = not keys_same, not values_same
 

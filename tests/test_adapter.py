@@ -117,7 +117,7 @@ def test_faults_94_only_lora_tensors_are_written_and_peft_reads_them(tmp_path, m
 def test_faults_80_other_weights_of_the_same_shape_are_refused_unless_forced(tmp_path, model):
     folder = save(made(), tmp_path / "x")
     edit(folder / "minips.json", base_fingerprint="0badc0de", base_model="another")
-    with pytest.raises(MinipsError, match=rf"made on weights 0badc0de \('another'\), these are {prints()}"):
+    with pytest.raises(MinipsError, match=rf"made on weights '0badc0de' \('another'\), these are {prints()}"):
         load(folder, model)
     assert same_adapter(made(), load(folder, model, force=True))
 
@@ -134,8 +134,8 @@ def test_faults_80_another_shape_is_refused_naming_both(tmp_path, model):
         ("key_a", torch.zeros(3, 1, 32, 4), r"key_a is \[3, 1, 32, 4\], expected \[3, 1, 32, 16\]"),
         ("key_a", tensors["key_a"].clone().fill_(float("nan")), "not finite"),
         ("key_a", tensors["key_a"].int(), "not finite"),
-        ("key_c", torch.zeros(1), "unknown: key_c"),
-        ("key_a", None, "missing: key_a"),
+        ("key_c", torch.zeros(1), r"unknown: \['key_c'"),
+        ("key_a", None, r"missing: \['key_a'"),
     ]:
         changed = {**tensors, name: tensor}
         save_file({key: value for key, value in changed.items() if value is not None}, folder / "mapper.safetensors")
@@ -148,7 +148,7 @@ def test_faults_80_another_shape_is_refused_naming_both(tmp_path, model):
     [
         ({"format": 2}, "format is 2, expected 1"),
         ({"mapper": [1]}, r"mapper is \[1\], expected an object"),
-        ({"mapper": {"kind": "low_rank", "depth": 2}}, "mapper has unknown fields depth"),
+        ({"mapper": {"kind": "low_rank", "depth": 2}}, r"mapper has unknown fields \['depth'"),
         ({"mapper": {"kind": "magic"}}, "kind is 'magic'"),
         ({"mapper": {"kind": "affine", "metadata_features": ["x"]}}, "metadata_features is"),
         ({"merge_options": 3}, "merge_options is 3"),
@@ -266,7 +266,7 @@ def test_broken_cache_mappers_give_one_line(tmp_path, model):
         ({**good, "step": 3}, "expected a dictionary of the tensors"),
         ({**good, "net.0.weight": good["net.0.weight"].to("meta")}, "cache_mapper.pt: "),
         ({**good, "net.0.weight": good["net.0.weight"].to_sparse()}, "cache_mapper.pt: "),
-        ({**good, "net.4.bias": torch.zeros(4)}, "unknown: net.4.bias"),
+        ({**good, "net.4.bias": torch.zeros(4)}, r"unknown: \['net.4.bias'"),
         ({**good, "net.0.weight": torch.zeros(32, 2)}, r"net.0.weight is \[32, 2\], expected \[32, 3\]"),
         ({**good, "net.0.bias": torch.full((32,), float("inf"))}, "not finite"),
     ]:

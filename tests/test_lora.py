@@ -82,7 +82,7 @@ def test_rank_and_alpha_patterns(tmp_path, model):
     assert scales == {"0.q_proj": 3.5, "1.q_proj": 2.0, "0.v_proj": 6.0, "1.v_proj": 4.0}
     refused(folder_of(tmp_path, tensors), model, r"v_proj has rank 3, adapter_config.json says 2 \(1 such faults")
     for name, value in (("rank_pattern", {"q_proj": "2"}), ("alpha_pattern", {"(": 2}), ("alpha_pattern", [1])):
-        refused(folder_of(tmp_path, **{name: value}), model, f"{name} is .*expected an object of module name patterns")
+        refused(folder_of(tmp_path, **{name: value}), model, f"{name} is .*expected an object of plain module name patterns")
 
 
 def one_pair(model, value, name="model.layers.0.self_attn.q_proj"):
@@ -166,12 +166,12 @@ def test_faults_73_known_prefixes_are_normalised(tmp_path, model, prefix):
 
 
 def test_faults_73_what_matches_nothing_is_refused(tmp_path, model):
-    refused(folder_of(tmp_path, tensors_of("visual.blocks.")), model, "8 tensors match no module of the model: visual.blocks")
+    refused(folder_of(tmp_path, tensors_of("visual.blocks.")), model, "8 tensors match no module of the model: 'visual.blocks")
     deeper = tensors_of(layers=3)
     refused(folder_of(tmp_path, deeper), model, "4 tensors match no module of the model: .*layers.2")
     refused(folder_of(tmp_path, {**tensors_of(), **tensors_of("other.", layers=1)}), model, "4 tensors match no module")
-    refused(folder_of(tmp_path, target_modules=["q_proj", "v_proj", "k_proj"]), model, "target_modules names k_proj, but the file has no")
-    refused(folder_of(tmp_path, target_modules=["q_proj", "v_proj", "proj"]), model, "target_modules names proj")
+    refused(folder_of(tmp_path, target_modules=["q_proj", "v_proj", "k_proj"]), model, "target_modules names 'k_proj', but the file has no")
+    refused(folder_of(tmp_path, target_modules=["q_proj", "v_proj", "proj"]), model, "target_modules names 'proj'")
     refused(folder_of(tmp_path, {}, target_modules="all-linear"), model, "no LoRA tensors found")
     half = tensors_of()
     del half["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"]
