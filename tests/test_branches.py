@@ -202,3 +202,14 @@ def test_stop_strings_cut_text_tokens_and_cache(chat_engine):  # FAULTS 25, 26; 
     assert engine.extend([branch], ["more"])[0].next_logits is not None and engine.check()
     result = engine.generate("T", params)
     assert stop not in result.text
+
+
+def test_caches_carry_the_generated_ids_not_their_text(chat_engine):  # FAULTS 88
+    newline = chat_engine.tokenizer.encode("a\n")[-1:]
+    ids = newline * 2
+    text = chat_engine.tokenizer.decode(ids)
+    assert chat_engine.tokenizer.encode(text) != ids  # the text alone would become one other token
+    branch = chat_engine.encode(chat_engine.fork(chat_engine.prefill("T"), ["B"]), [ids])[0]
+    assert branch.output_ids == ids and branch.text == text and branch.segments[-1].length == 2
+    with Synthesizer(chat_engine).merge([branch]) as context:
+        assert context.token_ids[-2:] == ids and context.branch_tokens == [2]

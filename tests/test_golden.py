@@ -101,3 +101,22 @@ def test_memory_modes_equal_the_release(mode):  # without its bug: asking twice 
             result = synthesizer.generate(context=context, prompt=u, params=params)
             assert relative_error(result.logits[: len(u)], tensors[f"{mode}.prompt_logits"]) < 1e-4
             assert result.token_ids == expected["greedy_output_ids"]
+
+
+def test_weights_and_caches_of_two_synthesizers_do_not_mix():  # FAULTS 78
+    case, _, model = load("qwen3_m2_unequal")
+    engine = golden_engine(model)
+    branches, u = decode_workers(engine, case), case["judger_prompt_ids"]
+    params = SamplingParams(max_tokens=1, return_logits=True)
+    makers = [lambda parts=parts: Synthesizer(engine, GOLDEN / case["components"], parts=parts) for parts in ("none", "both")]
+
+    def logits(synthesizer):
+        return synthesizer.generate_from_caches(branches, u, params, consume=False).logits
+
+    first = [logits(make()) for make in makers]
+    again = [logits(make()) for make in makers[::-1]][::-1]
+    assert all(torch.equal(one, other) for one, other in zip(first, again)) and relative_error(*first) > 1e-2
+    plain = engine.prefill(u).next_logits
+    text = makers[1]().generate(text=u, params=params, adapted=True).logits[len(u) - 1]
+    assert relative_error(text, plain) > 1e-3  # the same prompt under the adapter's weights is computed, not found
+    assert relative_error(makers[1]().generate(text=u, params=params).logits[len(u) - 1], plain) < 1e-5

@@ -182,10 +182,10 @@ def test_layouts_beyond_the_limit_are_refused():  # FAULTS 36
 def test_the_free_anchor_gives_way_where_the_branches_would_not_fit():
     engine = tiny_engine(tiny_config(max_position_embeddings=64))
     root = engine.prefill(prompt_ids(50))
-    branches = engine.encode(engine.fork(root, [[], []]), [prompt_ids(10, 1), prompt_ids(10, 2)])
-    options = {"keep_prefix": False, "layout": "sequential"}
-    with Synthesizer(engine, options=options).merge(branches) as context:
-        assert context.branch.next_position <= 64 and context.branch_tokens == [10, 10]
+    owns = [prompt_ids(5, 1), prompt_ids(5, 2), []]
+    branches = engine.encode(engine.fork(root, owns), [prompt_ids(5, 3), prompt_ids(5, 4), prompt_ids(12, 5)])
+    with Synthesizer(engine, options={"keep_prefix": False}).merge(branches) as context:  # 55 has two votes, but 55 + 12 > 64
+        assert [segment.start for segment in context.branch.segments] == [50, 50, 50] and context.branch.next_position == 62
 
 
 def test_a_segment_moves_at_most_eight_times_in_16_bits():
@@ -254,6 +254,14 @@ def test_official_spans_cover_a_last_turn_that_kept_nothing():
     with Synthesizer(engine, options={"profile": "official", "keep_turns": "outputs"}).merge([branch]) as context:
         ends = [segment.start + segment.length for segment in context.branch.segments]
         assert context.branch.next_position == 9 and max(ends) <= 9  # prompt_2 - prompt_1 + output_2 = 13 - 5 + 1
+
+
+def test_official_spans_count_the_stop_token_of_a_later_turn():
+    engine = tiny_engine()
+    branch = turns(engine)
+    branch.segments[-1].ended = "stop"
+    found, end = kept(engine, branch, profile="official", keep_turns="outputs")
+    assert found == [(1, 0), (2, 1), (3, 2), (41, 4), (4, 5), (5, 6)] and end == 8
 
 
 def test_the_kept_prefix_never_moves_even_as_last_context_token():
