@@ -10,7 +10,7 @@ import torch
 
 from .answering import answer, score_ids
 from .chat import ChatFormat, detect_format
-from .config import EngineConfig, ModelConfig, SamplingParams
+from .config import DEFAULT_MODEL, EngineConfig, ModelConfig, SamplingParams
 from .decoding import DecodeRow, Writer, decode_rows, open_writers, prefill
 from .errors import MinipsError
 from .hub import resolve_model
@@ -61,7 +61,7 @@ class Engine:
     @classmethod
     def from_pretrained(
         cls,
-        model: str | Path = "smollm2-135m",
+        model: str | Path = DEFAULT_MODEL,
         *,
         device: str = "auto",
         dtype: str = "auto",
@@ -118,23 +118,23 @@ class Engine:
     def prefill(self, prompt: Prompt, *, system: str | None = None, raw: bool = False) -> Branch:
         """Compute a root (c_sh). A string leaves its user turn open for `fork`."""
         ids = self.prompts.encode(prompt, "prefix", raw=raw, system=system)
-        root = self._root(ids)
+        if not ids:
+            raise MinipsError("prompt is empty: it has no tokens")
+        root = self.empty_branch()
+        try:
+            self.append([root], [ids])
+        except BaseException:
+            root.close()
+            raise
         root.raw = raw
         if isinstance(prompt, str) and not raw:
             root.turn = "open" if prompt else "open_empty"
         root.fork_depth = len(root.segments)
         return root
 
-    def _root(self, ids: list[int]) -> Branch:
-        if not ids:
-            raise MinipsError("prompt is empty: it has no tokens")
-        root = Branch(self.pool, self, [], [], 0)
-        try:
-            self.append([root], [ids])
-        except BaseException:
-            root.close()
-            raise
-        return root
+    def empty_branch(self) -> Branch:
+        """A branch without tokens, at position 0."""
+        return Branch(self.pool, self, [], [], 0)
 
     def append(self, branches: Sequence[Branch], ids: Sequence[list[int]], role: str = "context") -> None:
         """Feed ids to each branch as a new segment, in one ragged batch, with the base weights. All or nothing."""
@@ -306,12 +306,12 @@ class Engine:
         """As `generate`, piece by piece."""
         started = time.perf_counter()
         ids = self.prompts.encode(prompt, "full", raw=raw, system=system)
-        return TextStream(answer(self, Branch(self.pool, self, [], [], 0), ids, params_for(params, 1)[0], self.model, started))
+        return TextStream(answer(self, self.empty_branch(), ids, params_for(params, 1)[0], self.model, started))
 
     def score(self, prompt: Prompt, target: str | list[int], *, system: str | None = None, raw: bool = False) -> Scores:
         """Log-probabilities of `target` (text or ids) as the answer to `prompt`."""
         ids = self.prompts.encode(prompt, "full", raw=raw, system=system)
-        return score_ids(self, Branch(self.pool, self, [], [], 0), ids, self.prompts.output(target), self.model)
+        return score_ids(self, self.empty_branch(), ids, self.prompts.output(target), self.model)
 
     # State
 

@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
     synthesizer.check_room(args.task, prompts, prompt, worker_params, params, system=args.system)
     with engine.prefill(args.task, system=args.system) as prefix:
         branches = decode_workers(engine, prefix, prompts, worker_params, say)
-        workers = [WorkerOutput(b.text, list(b.output_ids), b.finish_reason, b.num_tokens - len(b.output_ids)) for b in branches]
+        workers = [WorkerOutput.of(branch) for branch in branches]
         try:
             if args.method == "text":
                 asked = text_prompt(args.task, [worker.text for worker in workers], prompt)

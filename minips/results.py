@@ -44,6 +44,11 @@ class WorkerOutput:
     finish_reason: str | None
     prompt_tokens: int
 
+    @classmethod
+    def of(cls, branch) -> WorkerOutput:
+        """Of a branch that has just been decoded."""
+        return cls(branch.text, list(branch.output_ids), branch.finish_reason, branch.num_tokens - len(branch.output_ids))
+
 
 @dataclass
 class Scores:

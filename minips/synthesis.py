@@ -187,8 +187,8 @@ class Synthesizer:
         engine = self.engine
         ids = engine.prompts.encode(text, "full")
         model, valid_vocab = (self.model, self.valid_vocab) if adapted else (engine.model, engine.valid_vocab)
-        branch = Branch(engine.pool, engine, [], [], 0)
-        return TextStream(answer(engine, branch, ids, params_for(params, 1, "generate")[0], model, started, None, valid_vocab)).finish()
+        params = params_for(params, 1, "generate")[0]
+        return TextStream(answer(engine, engine.empty_branch(), ids, params, model, started, None, valid_vocab)).finish()
 
     def score(self, context: Context, prompt: Prompt, target: str | list[int]) -> Scores:
         """Log-probabilities of `target` as the answer to `prompt` over a merged context, which stays open."""
@@ -219,12 +219,8 @@ class Synthesizer:
         with engine.prefill(task) as prefix:
             try:
                 branches = engine.fork(prefix, prompts)
-                prompt_tokens = [branch.num_tokens for branch in branches]
                 engine.decode(branches, worker_params, on_token=on_token)
-                workers = [
-                    WorkerOutput(branch.text, list(branch.output_ids), branch.finish_reason, count)
-                    for branch, count in zip(branches, prompt_tokens)
-                ]
+                workers = [WorkerOutput.of(branch) for branch in branches]
                 result = self.generate_from_caches(branches, prompt, params)
                 result.workers = workers
                 return result
@@ -248,9 +244,8 @@ class Synthesizer:
             raise MinipsError("run: prompts must be a list with one prompt a worker")
         state = {"open_turn": isinstance(task, str), "empty_prefix": task == ""}
         prefix = len(engine.prompts.encode(task, "prefix", system=system))
-        sizes: dict[str, int] = {}  # equal prompts are encoded once
-        for p in prompts:
-            sizes.setdefault(repr(p), len(engine.prompts.encode(p, "branch", **state)) if repr(p) not in sizes else 0)
+        distinct = {repr(p): p for p in prompts}  # equal prompts are encoded once
+        sizes = {name: len(engine.prompts.encode(p, "branch", **state)) for name, p in distinct.items()}
         owns = [sizes[repr(p)] for p in prompts]
         longest = [engine.token_limit(prefix + own, row) for own, row in zip(owns, params_for(worker_params, len(owns), "run"))]
         u = len(engine.prompts.encode(prompt, "continuation"))

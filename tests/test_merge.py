@@ -7,7 +7,7 @@ from minips import MinipsError, SamplingParams, Synthesizer
 from minips.config import MergeOptions
 from minips.merge import plan_merge
 from tests.reference import Reference
-from tests.support import LOGITS, OUTS, OWNS, PREFIX, U, branches_of, prompt_ids, random_tensors
+from tests.support import OUTS, OWNS, PREFIX, U, branches_of, prompt_ids, random_tensors
 from tests.support import relative_error, tiny_config, tiny_engine, u_logits
 
 
