@@ -1,19 +1,21 @@
-"""One sequence from prompt ids to text (`answer`), and the log-probabilities of a given target (`score_ids`)."""
+"""From prompt ids to text (`answers`), and the log-probabilities of given targets (`score_targets`), in ragged batches."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from .config import SamplingParams
 from .decoding import Writer, decode_rows, feed, open_writers
 from .errors import MinipsError
 from .kv_cache import Branch
 from .model import Model
-from .results import Result, Scores
+from .results import Result, Scores, TextStream
+from .sampling import params_for
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -29,86 +31,193 @@ def answer(
     timings: dict[str, float] | None = None,
     valid_vocab: int | None = None,
 ) -> Iterator[str]:
-    """Feed ids to `branch` with `model`'s weights, decode, close it; yields text, returns a Result.
+    """`answers` of one row: yields its text, returns its Result."""
+    rows = answers(engine, [branch], [ids], [params], model, started, timings, valid_vocab)
+    try:
+        while True:
+            yield next(rows)[1]
+    except StopIteration as stop:
+        return stop.value[0]
+    finally:
+        rows.close()
 
-    started: when the call began (perf_counter). timings: seconds spent before. valid_vocab: ids from here on are not chosen.
+
+def answer_batch(
+    engine: Engine,
+    branches: Sequence[Branch],
+    ids: Sequence[list[int]],
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    model: Model,
+    started: float,
+    valid_vocab: int | None = None,
+    targets: Sequence[str | list[int]] | None = None,
+) -> list[Result]:
+    """`answers` to its end; targets: text or ids. The branches are closed, also where the call is refused."""
+    try:
+        params = params_for(params, len(ids), "generate_batch")
+        if targets is not None and (isinstance(targets, str) or len(targets) != len(ids)):
+            raise MinipsError(f"generate_batch: {len(ids)} prompts but {len(targets)} targets, expected one each")
+        targets = None if targets is None else [engine.prompts.output(target) for target in targets]
+        return TextStream(answers(engine, branches, ids, params, model, started, None, valid_vocab, targets)).finish()
+    finally:
+        for branch in branches:
+            branch.close()
+
+
+def answers(
+    engine: Engine,
+    branches: Sequence[Branch],
+    ids: Sequence[list[int]],
+    params: Sequence[SamplingParams],
+    model: Model,
+    started: float,
+    timings: dict[str, float] | None = None,
+    valid_vocab: int | None = None,
+    targets: Sequence[list[int]] | None = None,
+) -> Iterator[tuple[int, str]]:
+    """Feed each row's ids to its branch with `model`'s weights, decode all rows as one batch, close the branches.
+
+    Yields (row, text) as text comes, returns one Result a row. started: when the call began (perf_counter). timings: seconds
+    spent before. valid_vocab: ids from here on are not chosen. targets: score these as the answers too, on the same prefill.
     """
-    timings = {"rerotate": 0.0, "map": 0.0, **(timings or {})}
+    before = {"rerotate": 0.0, "map": 0.0, **(timings or {})}
     writers: list[Writer] = []
     try:
-        branch.busy = True
-        if not ids:
-            raise MinipsError("prompt is empty: it has no tokens")
-        engine.check_positions(branch.next_position, len(ids), "the prompt")
-        limit = engine.token_limit(branch.next_position + len(ids), params)
-        engine.pool.require(engine.pool.pages_for(len(ids)) + engine.pool.pages_for(limit), "the prompt and its answer")
+        for branch in branches:
+            branch.busy = True
+        limits = _check_room(engine, branches, ids, params)
         mark = time.perf_counter()
-        writers += open_writers([branch], [len(ids)], "context", "the prompt")
-        logits_from = [0] if params.return_logits else None
-        prompt_logits = [logits for _, _, logits in feed(model, writers, [ids], engine.settings.prefill_chunk, logits_from)]
-        branch.next_logits = prompt_logits[-1][-1]
-        writers.pop().commit(ids)
-        engine.counters["prefilled_tokens"] += len(ids)
-        timings["prefill"] = time.perf_counter() - mark
+        prompt_logits = _prefill(engine, branches, ids, [row.return_logits for row in params], model)
+        prefilled = time.perf_counter()
+        before["prefill"] = prefilled - mark
+        engine.counters["prefilled_tokens"] += sum(map(len, ids))
+        scores = score_targets(engine, branches, targets, model, valid_vocab) if targets is not None else [None] * len(ids)
         mark = time.perf_counter()
-        writers += open_writers([branch], [limit], "output", "the answer")
-        row = engine.decode_row(writers[0], params, limit, valid_vocab=valid_vocab)
-        first: float | None = None
-        for _, _, piece in decode_rows(model, [row], drain=False):
-            if first is None:
-                first = time.perf_counter()
+        started += mark - prefilled  # scoring is no part of answering
+        writers += open_writers(branches, limits, "output", "the answer")
+        rows = [engine.decode_row(w, p, limit, valid_vocab=valid_vocab) for w, p, limit in zip(writers, params, limits)]
+        first: dict[int, float] = {}
+        last: dict[int, float] = {}
+        for at, _, piece in decode_rows(model, rows, drain=False) if rows else ():
+            last[at] = time.perf_counter()
+            first.setdefault(at, last[at])
             if piece:
-                yield piece
+                yield at, piece
         end = time.perf_counter()
-        first = end if first is None else first
-        timings["first_token"], timings["decode"] = first - mark, end - first
-        engine.counters["decoded_tokens"] += len(row.ids)
-        logits = None
-        if params.return_logits:
-            logits = torch.cat([*prompt_logits, *([torch.stack(row.logits[1:])] if len(row.logits or ()) > 1 else [])])
-        return Result(
-            text=row.text,
-            token_ids=row.ids,
-            finish_reason=row.finish_reason,
-            ttft=first - started,
-            timings=timings,
-            logprobs=row.logprobs,
-            logits=logits,
-            prefilled_tokens=len(ids),
-            reused_tokens=branch.num_cached - len(ids),
-            seed=row.sampler.seed,
-        )
+        results = []
+        for at, row in enumerate(rows):
+            shown, ended = first.get(at, end), end if len(rows) == 1 else last.get(at, end)
+            engine.counters["decoded_tokens"] += len(row.ids)
+            logits = None
+            if params[at].return_logits:
+                logits = torch.cat([*prompt_logits[at], *([torch.stack(row.logits[1:])] if len(row.logits or ()) > 1 else [])])
+            results.append(
+                Result(
+                    text=row.text,
+                    token_ids=row.ids,
+                    finish_reason=row.finish_reason,
+                    ttft=shown - started,
+                    timings={**before, "first_token": shown - mark, "decode": ended - shown},
+                    logprobs=row.logprobs,
+                    logits=logits,
+                    prefilled_tokens=len(ids[at]),
+                    reused_tokens=branches[at].num_cached - len(ids[at]),
+                    seed=row.sampler.seed,
+                    scores=scores[at],
+                )
+            )
+        return results
     finally:
         for writer in writers:
             writer.abort()
-        branch.busy = False
-        branch.close()
+        for branch in branches:
+            branch.busy = False
+            branch.close()
+
+
+def _check_room(engine: Engine, branches: Sequence[Branch], ids: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[int]:
+    """Refuse what cannot fit before any page is taken -> how many tokens each answer may have."""
+    pages, needed, limits = engine.pool.pages_for, 0, []
+    for branch, row, row_params in zip(branches, ids, params):
+        if not row:
+            raise MinipsError("prompt is empty: it has no tokens")
+        engine.check_positions(branch.next_position, len(row), "the prompt")
+        limits.append(engine.token_limit(branch.next_position + len(row), row_params))
+        needed += pages(len(row)) + pages(limits[-1])
+    engine.pool.require(needed, "the prompt and its answer" if len(ids) == 1 else f"{len(ids)} prompts and their answers")
+    return limits
+
+
+def _prefill(
+    engine: Engine, branches: Sequence[Branch], ids: Sequence[list[int]], every: Sequence[bool], model: Model
+) -> list[list[Tensor]]:
+    """Feed each row's ids to its branch -> per row the logits of its last position, or of every position, in pieces."""
+    pieces: list[list[Tensor]] = [[] for _ in ids]
+    writers = open_writers(branches, [len(row) for row in ids], "context", "the prompt")
+    try:
+        starts = [0 if wanted else len(row) - 1 for wanted, row in zip(every, ids)]
+        for at, _, logits in feed(model, writers, ids, engine.settings.prefill_chunk, starts):
+            pieces[at].append(logits)
+        for at, (branch, writer) in enumerate(zip(branches, writers)):
+            writer.commit(ids[at])
+            branch.next_logits = pieces[at][-1][-1]
+    finally:
+        for writer in writers:
+            writer.abort()
+    return pieces
 
 
 def score_ids(
-    engine: Engine, branch: Branch, ids: list[int], target: list[int], model: Model, valid_vocab: int | None = None
-) -> Scores:
-    """Score target ids behind `branch` + ids, among the ids that can be chosen; closes the branch."""
-    valid_vocab = engine.valid_vocab if valid_vocab is None else valid_vocab
-    writers: list[Writer] = []
+    engine: Engine,
+    branches: Sequence[Branch],
+    ids: Sequence[list[int]],
+    targets: Sequence[list[int]],
+    model: Model,
+    valid_vocab: int | None = None,
+) -> list[Scores]:
+    """Score target ids behind each branch + ids, among the ids that can be chosen; closes the branches."""
     try:
-        if not ids or not target:
-            raise MinipsError(f"score: the {'target' if ids else 'prompt'} is empty: it has no tokens")
+        for branch, row, target in zip(branches, ids, targets):
+            if not row or not target:
+                raise MinipsError(f"score: the {'target' if row else 'prompt'} is empty: it has no tokens")
+            engine.check_positions(branch.next_position, len(row) + len(target) - 1, "prompt and target")
+        _prefill(engine, branches, ids, [False] * len(ids), model)
+        return score_targets(engine, branches, targets, model, valid_vocab)
+    finally:
+        for branch in branches:
+            branch.close()
+
+
+@torch.no_grad()
+def score_targets(
+    engine: Engine, branches: Sequence[Branch], targets: Sequence[list[int]], model: Model, valid_vocab: int | None = None
+) -> list[Scores]:
+    """Log-probabilities of target ids right behind branches whose last logits are known; the branches stay as they are."""
+    valid_vocab = engine.valid_vocab if valid_vocab is None else valid_vocab
+    for branch, target in zip(branches, targets):
+        if not target:
+            raise MinipsError("score: the target is empty: it has no tokens")
         if max(target) >= valid_vocab:
             raise MinipsError(f"score: target id {max(target)} is outside the usable vocabulary of {valid_vocab}")
-        tokens = [*ids, *target[:-1]]
-        engine.check_positions(branch.next_position, len(tokens), "prompt and target")
-        writers += open_writers([branch], [len(tokens)], "context", "prompt and target")
-        scores = Scores(list(target), [], [])
-        wanted = torch.tensor(target, device=engine.device)
-        for _, index, logits in feed(model, writers, [tokens], engine.settings.prefill_chunk, [len(ids) - 1]):
-            first = index - len(ids) + 1
-            expected = wanted[first : first + len(logits)]
-            logprobs = torch.log_softmax(logits[:, :valid_vocab], -1).gather(1, expected[:, None])[:, 0]
-            scores.logprobs += logprobs.tolist()
-            scores.greedy += (logits[:, :valid_vocab].argmax(-1) == expected).tolist()
-        return scores
+        engine.check_positions(branch.next_position, len(target) - 1, "prompt and target")
+    found = [Scores(list(target), [], []) for target in targets]
+
+    def note(at: int, first: int, logits: Tensor) -> None:
+        """Row `at`: logits [n, vocab] predict the target from token `first` on."""
+        wanted = torch.tensor(targets[at][first : first + len(logits)], device=logits.device)
+        logits = logits[:, :valid_vocab]
+        found[at].logprobs += torch.log_softmax(logits, -1).gather(1, wanted[:, None])[:, 0].tolist()
+        found[at].greedy += (logits.argmax(-1) == wanted).tolist()
+
+    for at, branch in enumerate(branches):
+        note(at, 0, branch.next_logits[None])
+    longer = [at for at, target in enumerate(targets) if len(target) > 1]
+    writers = open_writers([branches[at] for at in longer], [len(targets[at]) - 1 for at in longer], "context", "prompt and target")
+    try:
+        fed = [targets[at][:-1] for at in longer]
+        for row, first, logits in feed(model, writers, fed, engine.settings.prefill_chunk, [0] * len(longer)) if longer else ():
+            note(longer[row], first + 1, logits)
     finally:
         for writer in writers:
             writer.abort()
-        branch.close()
+    return found

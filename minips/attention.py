@@ -14,17 +14,38 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class Reweight:
+    """Weighs the branches of a merged context against everything else (adaptive parallel encoding, arXiv 2502.05431, without training).
+
+    Tokens `first` to `last` (in order of slots) are the branches: their scores are divided by `temperature`, and the logarithm
+    of the sum of their exponentials is multiplied by `scale` before it is set against that of all other tokens.
+    """
+
+    first: int
+    last: int
+    temperature: float
+    scale: float
+
+    def __call__(self, scores: Tensor) -> Tensor:
+        """fp32 [..., length] scaled and masked scores -> such that their softmax is the reweighted attention."""
+        ours = scores[..., self.first : self.last] / self.temperature
+        ours = ours + (self.scale - 1) * ours.logsumexp(-1, keepdim=True)
+        return torch.cat((scores[..., : self.first], ours, scores[..., self.last :]), -1)
+
+
+@dataclass(frozen=True)
 class AttentionRow:
     """One sequence in a forward pass: `count` new tokens behind `past` cached ones.
 
     slots: int64 [>= past + count], the flat pool slot (page * page_size + offset) of each token in order.
-    first_slot: the first slot if all of them are one contiguous run, else None.
+    first_slot: the first slot if all of them are one contiguous run, else None. reweight: see `Reweight`.
     """
 
     slots: Tensor
     past: int
     count: int
     first_slot: int | None = None
+    reweight: Reweight | None = None
 
 
 class GatherAttention:
@@ -55,6 +76,8 @@ class GatherAttention:
             keys, values = keys[row.first_slot : row.first_slot + length], values[row.first_slot : row.first_slot + length]
         else:
             keys, values = keys.index_select(0, row.slots[:length]), values.index_select(0, row.slots[:length])
+        if row.reweight is not None:
+            return _reweighted(q, keys, values, row.reweight, mask)
         out = F.scaled_dot_product_attention(
             q.transpose(0, 1)[None],
             keys.to(q.dtype).transpose(0, 1)[None],
@@ -64,6 +87,20 @@ class GatherAttention:
             enable_gqa=True,
         )
         return out[0].transpose(0, 1)
+
+
+def _reweighted(q: Tensor, keys: Tensor, values: Tensor, reweight: Reweight, mask: Tensor | None) -> Tensor:
+    """Plain fp32 attention with the branches' part reweighted; new tokens always stand behind the branches."""
+    weights = reweight(attention_scores(q, keys, mask)).softmax(-1)  # [kv_heads, group, count, length]
+    out = torch.einsum("hgcl,lhd->chgd", weights, values.float())
+    return out.flatten(1, 2).to(q.dtype)
+
+
+def attention_scores(q: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor:
+    """q [count, heads, head_dim], keys [length, kv_heads, head_dim] -> fp32 scores [kv_heads, heads a kv head, count, length]."""
+    grouped = q.float().unflatten(1, (keys.shape[1], -1)) * q.shape[-1] ** -0.5
+    scores = torch.einsum("chgd,lhd->hgcl", grouped, keys.float())
+    return scores if mask is None else scores.masked_fill(~mask, float("-inf"))
 
 
 def _causal_mask(row: AttentionRow) -> Tensor | None:

@@ -301,6 +301,7 @@ class MergeOptions:
     profile: minips, or official for the released code's kept tokens and positions. keep_prefix: the synthesizer sees c_sh.
     anchor: position of a branch's first kept token: fork (the length of c_sh), zero, or free (leaves most branches unrotated).
     layout: parallel (all start at the anchor) or sequential (end to end). rerotate False is the naive baseline.
+    branch_temperature and branch_scale other than 1 weigh the branches in the attention (`attention.Reweight`).
     """
 
     profile: str = "minips"
@@ -310,6 +311,8 @@ class MergeOptions:
     keep_turns: str = "final"
     keep_stop_token: bool = False
     rerotate: bool = True
+    branch_temperature: float = 1.0
+    branch_scale: float = 1.0
 
     def __post_init__(self) -> None:
         official = self.profile == "official"
@@ -325,6 +328,8 @@ class MergeOptions:
             ("keep_turns", self.keep_turns in KEEP_TURNS, f"one of {', '.join(KEEP_TURNS)}"),
             ("keep_stop_token", isinstance(self.keep_stop_token, bool), "true or false"),
             ("rerotate", isinstance(self.rerotate, bool), "true or false"),
+            ("branch_temperature", _between(self.branch_temperature, 0.01, 100), "a number from 0.01 to 100"),
+            ("branch_scale", _between(self.branch_scale, 0, 100), "a number from 0 to 100"),
         )
         _check("MergeOptions", self, checks)
         if self.keep_prefix and self.keep_turns == "full":

@@ -42,7 +42,7 @@ class Writer:
             raise
 
     def row(self, count: int) -> AttentionRow:
-        return AttentionRow(self.slots, self.past + self.segment.length, count, self.first_slot)
+        return AttentionRow(self.slots, self.past + self.segment.length, count, self.first_slot, self.branch.reweight)
 
     def positions(self, count: int) -> range:
         first = self.segment.start + self.segment.length

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from .answering import answer, score_ids
+from .answering import answer, answer_batch, score_ids
 from .chat import ChatFormat, detect_format
 from .config import DEFAULT_MODEL, EngineConfig, ModelConfig, SamplingParams
 from .decoding import DecodeRow, Writer, decode_rows, open_writers, prefill
@@ -18,6 +18,7 @@ from .kv_cache import Branch, KVPool, Segment, default_kv_tokens
 from .model import Model
 from .prompts import Prompt, Prompts
 from .results import Result, Scores, TextStream
+from .sampling import params_for
 from .tokenizer import Tokenizer
 from .weights import fingerprint, load_weights, resolve_device, resolve_dtype
 
@@ -300,9 +301,7 @@ class Engine:
         """Answer one prompt, plainly."""
         return self.stream(prompt, params, system=system, raw=raw).finish()
 
-    def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, system: str | None = None, raw: bool = False
-    ) -> TextStream:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, system: str | None = None, raw: bool = False) -> TextStream:
         """As `generate`, piece by piece."""
         started = time.perf_counter()
         ids = self.prompts.encode(prompt, "full", raw=raw, system=system)
@@ -311,7 +310,21 @@ class Engine:
     def score(self, prompt: Prompt, target: str | list[int], *, system: str | None = None, raw: bool = False) -> Scores:
         """Log-probabilities of `target` (text or ids) as the answer to `prompt`."""
         ids = self.prompts.encode(prompt, "full", raw=raw, system=system)
-        return score_ids(self, self.empty_branch(), ids, self.prompts.output(target), self.model)
+        return score_ids(self, [self.empty_branch()], [ids], [self.prompts.output(target)], self.model)[0]
+
+    def generate_batch(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        targets: Sequence[str | list[int]] | None = None,
+        system: str | None = None,
+        raw: bool = False,
+    ) -> list[Result]:
+        """Answer several prompts as rows of one batch. targets: also score these as the answers (`Result.scores`)."""
+        started = time.perf_counter()
+        ids = [self.prompts.encode(prompt, "full", raw=raw, system=system) for prompt in prompts]
+        return answer_batch(self, [self.empty_branch() for _ in ids], ids, params, self.model, started, targets=targets)
 
     # State
 
@@ -339,17 +352,6 @@ class Engine:
             raise MinipsError("engine.close: a stream is open or a batch is being decoded; close or finish it first")
         for branch in open_branches:
             branch.close()
-
-
-def params_for(params: SamplingParams | Sequence[SamplingParams] | None, count: int, call: str = "decode") -> list[SamplingParams]:
-    """One SamplingParams a row from one for all, a list, or None for the defaults."""
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if not isinstance(params, (list, tuple)) or not all(isinstance(row, SamplingParams) for row in params):
-        raise MinipsError(f"{call}: params is {type(params).__name__}, expected a SamplingParams or a list with one for each row")
-    if len(params) != count:
-        raise MinipsError(f"{call}: {count} branches but {len(params)} params, expected one each")
-    return list(params)
 
 
 def _same_count(call: str, branches: Sequence, items: Sequence, what: str) -> None:

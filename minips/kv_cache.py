@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .attention import Reweight
 from .errors import MinipsError
 
 
@@ -171,6 +172,7 @@ class Branch:
         self.next_logits: Tensor | None = None  # fp32 [vocab] of the last cached token; None: computed when needed
         self.raw = False  # string prompts are plain text, as the root's was
         self.turn = "closed"  # of the chat, at the end: open (a user turn), open_empty, closed, or assistant
+        self.reweight: Reweight | None = None  # of a merged context
 
     @property
     def num_tokens(self) -> int:
@@ -194,7 +196,7 @@ class Branch:
     def child(self) -> Branch:
         """A new handle on the same pages (counts + 1, no copy)."""
         branch = Branch(self.pool, self.owner, self.segments, self.token_ids, self.next_position)
-        branch.raw, branch.turn, branch.next_logits = self.raw, self.turn, self.next_logits
+        branch.raw, branch.turn, branch.next_logits, branch.reweight = self.raw, self.turn, self.next_logits, self.reweight
         return branch
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ class Result:
     included) to the first token id on the host. timings: seconds by part. logprobs: per token {id: log-probability}.
     logits: fp32 [prompt + generated, vocab], row i predicts token i + 1. prefilled_tokens were computed for this answer,
     reused_tokens were read from the cache. seed: the one in force. workers: what each worker wrote (`Synthesizer.run`).
+    scores: those of a given target in the answer's place, where one was given (`generate_batch`).
     """
 
     text: str
@@ -33,6 +34,7 @@ class Result:
     reused_tokens: int = 0
     seed: int | None = None
     workers: list[WorkerOutput] = field(default_factory=list)
+    scores: Scores | None = None
 
 
 @dataclass

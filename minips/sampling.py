@@ -141,3 +141,14 @@ def token_logprobs(logits: Tensor, token_id: int, k: int) -> dict[int, float]:
     found = dict(zip(top.indices.tolist(), top.values.tolist()))
     found.setdefault(token_id, float(logprobs[token_id]))
     return found
+
+
+def params_for(params: SamplingParams | Sequence[SamplingParams] | None, count: int, call: str = "decode") -> list[SamplingParams]:
+    """One SamplingParams a row from one for all, a list, or None for the defaults."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if not isinstance(params, (list, tuple)) or not all(isinstance(row, SamplingParams) for row in params):
+        raise MinipsError(f"{call}: params is {type(params).__name__}, expected a SamplingParams or a list with one for each row")
+    if len(params) != count:
+        raise MinipsError(f"{call}: {count} branches but {len(params)} params, expected one each")
+    return list(params)

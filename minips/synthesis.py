@@ -8,10 +8,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from .adapter import Adapter, base_name, load_adapter
-from .answering import answer, score_ids
+from .answering import answer, answer_batch, score_ids
+from .attention import Reweight
 from .chat import default_prompt
 from .config import MergeOptions, SamplingParams
-from .engine import Engine, OnToken, params_for
+from .engine import Engine, OnToken
 from .errors import MinipsError, brief
 from .hub import resolve_adapter
 from .kv_cache import Branch
@@ -19,6 +20,7 @@ from .lora import fold
 from .merge import apply_plan, plan_merge
 from .prompts import Prompt
 from .results import Result, Scores, TextStream, WorkerOutput
+from .sampling import params_for
 
 
 class Context:
@@ -128,6 +130,9 @@ class Synthesizer:
         for segment in segments:
             pool.release(segment.pages)  # the branch holds them now
         branch.raw = raw
+        if self.options.branch_temperature != 1 or self.options.branch_scale != 1:
+            first = len(plan.prefix_ids)
+            branch.reweight = Reweight(first, first + len(plan.token_ids), self.options.branch_temperature, self.options.branch_scale)
         for spent in consumed:
             spent.close()
         engine.counters["reused_tokens"] += branch.num_cached - (engine.counters["copied_tokens"] - copies)
@@ -148,9 +153,7 @@ class Synthesizer:
         result.num_branches, result.branch_tokens = context.num_branches, list(context.branch_tokens)
         return result
 
-    def _answer_and_close(
-        self, branches: Sequence[Branch], prompt: Prompt, params: SamplingParams | None, consume: bool
-    ) -> Iterator[str]:
+    def _answer_and_close(self, branches: Sequence[Branch], prompt: Prompt, params: SamplingParams | None, consume: bool) -> Iterator[str]:
         started = time.perf_counter()
         with self.merge(branches, consume=consume) as context:
             return (yield from self._answer(context, prompt, params, started))
@@ -193,7 +196,28 @@ class Synthesizer:
     def score(self, context: Context, prompt: Prompt, target: str | list[int]) -> Scores:
         """Log-probabilities of `target` as the answer to `prompt` over a merged context, which stays open."""
         ids = self._prompt_ids(context, prompt)
-        return score_ids(self.engine, context.branch.child(), ids, self.engine.prompts.output(target), self.model, self.valid_vocab)
+        target = self.engine.prompts.output(target)
+        return score_ids(self.engine, [context.branch.child()], [ids], [target], self.model, self.valid_vocab)[0]
+
+    def generate_batch(
+        self,
+        contexts: Sequence[Context],
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        targets: Sequence[str | list[int]] | None = None,
+    ) -> list[Result]:
+        """Ask each of several merged contexts its prompt, as rows of one batch. targets: score these as the answers too."""
+        started = time.perf_counter()
+        if len(contexts) != len(prompts):
+            raise MinipsError(f"generate_batch: {len(contexts)} contexts but {len(prompts)} prompts, expected one each")
+        ids = [self._prompt_ids(context, prompt) for context, prompt in zip(contexts, prompts)]
+        children = [context.branch.child() for context in contexts]
+        found = answer_batch(self.engine, children, ids, params, self.model, started, self.valid_vocab, targets)
+        for result, context in zip(found, contexts):
+            result.num_branches, result.branch_tokens = context.num_branches, list(context.branch_tokens)
+            result.timings.update(context.timings)
+        return found
 
     def run(
         self,
