@@ -5,233 +5,275 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import secrets
 import sys
-import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
 
 from .config import DEFAULT_MODEL, SamplingParams
 from .errors import MinipsError
-from .results import Result, TextStream, WorkerOutput
+from .screen import open_screen
+from .workflow import ANSWER_SAMPLING, METHODS, WORKER_SAMPLING, complete, example_names, read_workflow, workers_of
+from .workflow_checks import (
+    MAX_WORKERS,
+    MERGE_VALUES,
+    check_engine_field,
+    check_merge_field,
+    check_object,
+    check_sampling_field,
+    check_text,
+)
 
-if TYPE_CHECKING:  # torch is loaded in `run`, behind the checks of the arguments
-    from .engine import Engine
-    from .kv_cache import Branch
+if TYPE_CHECKING:
+    from .chat_loop import ChatSettings
 
-METHODS = ("parallel", "text")
-PROGRESS_SECONDS = 5.0
-ANSWER_PENALTY = 1.05  # small models loop in long greedy answers; a light touch is enough
+MAX_STDIN = 16 << 20
+WORKERS = 4
+# Where the value of a flag goes in a workflow. What goes into `sampling` holds for every branch and turn.
+PLACES = {
+    "model": ["model"],
+    "adapter": ["synthesizer.adapter"],
+    "prompt": ["synthesizer.prompt"],
+    "system": ["system"],
+    "method": ["method"],
+    "max_tokens": ["synthesizer.sampling.max_tokens"],
+    "worker_tokens": ["sampling.max_tokens"],
+    "temperature": ["sampling.temperature"],
+    "top_p": ["sampling.top_p"],
+    "top_k": ["sampling.top_k"],
+    "min_p": ["sampling.min_p"],
+    "repetition_penalty": ["sampling.repetition_penalty", "synthesizer.sampling.repetition_penalty"],
+    "answer_temperature": ["synthesizer.sampling.temperature"],
+    "seed": ["sampling.seed", "synthesizer.sampling.seed"],
+    "stop": ["synthesizer.sampling.stop"],
+    "device": ["engine.device"],
+    "dtype": ["engine.dtype"],
+    "kv_dtype": ["engine.kv_dtype"],
+    "page_size": ["engine.page_size"],
+    "max_kv_tokens": ["engine.max_kv_tokens"],
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """Bad usage is one line and exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"minips: error: {message}; --help lists the arguments\n")
+
+
+def seed(text: str) -> int:
+    """A seed; `random` draws one."""
+    return secrets.randbits(31) if text == "random" else int(text)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m minips.generate",
         description="Several workers of one model explore a task in parallel; a synthesizer answers from their KV caches.",
+        epilog="Exit code: 0 done, 1 refused or failed (one line on stderr), 2 bad usage, 130 interrupted.",
     )
+    worker, answer = WORKER_SAMPLING, ANSWER_SAMPLING
     add = parser.add_argument
-    add("task", metavar="TASK", help="the question or task")
-    add("--model", default=DEFAULT_MODEL, help="name, folder or hub id (default: %(default)s)")
+    add("task", metavar="TASK", nargs="?", help="the question or task; - reads it from standard input")
+    add("--model", help=f"name, folder or hub id (default: {DEFAULT_MODEL})")
     add("--adapter", metavar="NAME", help="mapper and LoRA of the synthesizer: name, folder or hub id (default: base weights)")
-    add("--workers", type=int, metavar="M", help="number of workers (default: 4, or one for each --worker-prompt)")
+    add("--workers", type=int, metavar="M", help=f"number of workers (default: {WORKERS}, or one for each --worker-prompt)")
     add("--worker-prompt", action="append", default=[], metavar="TEXT", help="what one worker is told besides the task; repeatable")
     add("--prompt", metavar="TEXT", help="what the synthesizer is asked (default: restates the task)")
     add("--system", metavar="TEXT", help="system text (default: the model's own)")
-    add("--method", choices=METHODS, default="parallel", help="parallel reads KV caches, text prefills the workers' text again")
-    add("--max-tokens", type=int, default=256, metavar="N", help="longest answer (default: %(default)s)")
-    add("--worker-tokens", type=int, default=256, metavar="N", help="longest worker output (default: %(default)s)")
-    sampling = parser.add_argument_group("sampling of the workers (the synthesizer is greedy unless --answer-temperature is set)")
-    add = sampling.add_argument
-    add("--temperature", type=float, default=0.7, help="default: %(default)s; 0 is greedy")
-    add("--top-p", type=float, default=0.95, help="default: %(default)s")
-    add("--top-k", type=int, default=0, help="default: off")
-    add("--min-p", type=float, default=0.0, help="default: off")
-    add("--repetition-penalty", type=float, help=f"of workers and answer (default: off for workers, {ANSWER_PENALTY} for the answer)")
-    add("--answer-temperature", type=float, default=0.0, help="default: greedy")
-    add("--seed", type=int, default=0, help="default: %(default)s")
-    add("--stop", action="append", default=[], metavar="TEXT", help="a string that ends the answer; repeatable")
-    running = parser.add_argument_group("running")
-    add = running.add_argument
-    add("--device", default="auto", help="auto, cpu or cuda")
-    add("--dtype", default="auto", help="auto (as stored), bfloat16, float16 or float32")
-    add("--page-size", type=int, help="tokens a KV page")
-    add("--max-kv-tokens", type=int, help="size of the KV cache in tokens (default: from free memory)")
+    add("--method", choices=METHODS, help="how the answer comes from the workers (default: parallel, from their KV caches)")
+    add("--merge", action="append", default=[], metavar="NAME=VALUE", help="a merge option, e.g. layout=sequential; repeatable")
+    add("--workflow", metavar="FILE", help=f"run a workflow: a JSON file, what --json printed, or {', '.join(example_names())}")
+    add("--print-workflow", action="store_true", help="print the workflow that the other arguments amount to, and stop")
+    add("--interactive", action="store_true", help="a conversation: each question goes to the workers, the answer is remembered")
+    add("--max-tokens", type=int, metavar="N", help=f"longest answer (default: {answer['max_tokens']})")
+    add("--worker-tokens", type=int, metavar="N", help=f"longest worker output (default: {worker['max_tokens']})")
+    add = parser.add_argument_group("sampling of the workers (the synthesizer is greedy unless --answer-temperature is set)").add_argument
+    add("--temperature", type=float, metavar="T", help=f"0 is greedy (default: {worker['temperature']})")
+    add("--top-p", type=float, metavar="P", help=f"default: {worker['top_p']}")
+    add("--top-k", type=int, metavar="K", help="default: off")
+    add("--min-p", type=float, metavar="P", help="default: off")
+    penalty = answer["repetition_penalty"]
+    add("--repetition-penalty", type=float, metavar="R", help=f"of workers and answer (default: off, and {penalty} for the answer)")
+    add("--answer-temperature", type=float, metavar="T", help="default: greedy")
+    add("--seed", type=seed, metavar="N", help=f"a number, or random (default: {worker['seed']})")
+    add("--stop", action="append", metavar="TEXT", help="a string that ends the answer; repeatable")
+    add = parser.add_argument_group("running").add_argument
+    add("--device", help="auto, cpu or cuda")
+    add("--dtype", help="auto (as stored), bfloat16, float16 or float32")
+    add("--kv-dtype", help="of the KV cache: auto (as the weights) or one of those")
+    add("--page-size", type=int, metavar="N", help="tokens a KV page")
+    add("--max-kv-tokens", type=int, metavar="N", help="size of the KV cache in tokens (default: from free memory)")
     add("--json", action="store_true", help="print one JSON object instead of the answer")
     add("--quiet", action="store_true", help="no progress and no figures on stderr")
     return parser
 
 
-def worker_prompts(args: argparse.Namespace) -> list[str]:
-    """One prompt a worker; --workers must agree with the number of --worker-prompt where both are given."""
-    given = args.worker_prompt
-    if args.workers is not None and args.workers < 1:
-        raise MinipsError(f"--workers is {args.workers}, expected at least 1")
-    if given and args.workers not in (None, len(given)):
-        raise MinipsError(f"--workers is {args.workers}, but --worker-prompt was given {len(given)} times")
-    return given or [""] * (args.workers or 4)
+# From flags to a workflow
+
+
+def workflow_of(args: argparse.Namespace) -> dict:
+    """The completed workflow that the arguments amount to."""
+    check_arguments(args)
+    if args.workflow is not None:
+        data, where = read_workflow(args.workflow)
+        synthesizer = data.get("synthesizer")
+        if args.method not in (None, "parallel") and isinstance(synthesizer, dict):
+            synthesizer.pop("adapter", None)  # to compare methods: the others use none
+    else:
+        prompts = args.worker_prompt
+        branches = [{"prompt": text} for text in prompts] if prompts else [{"count": args.workers or WORKERS}]
+        task = "-" if args.interactive else read_task(args.task)  # a conversation has its questions later
+        data, where = {"prefix": task, "branches": branches}, "arguments"
+    for name, places in PLACES.items():
+        if (value := getattr(args, name)) is not None:
+            for place in places:
+                put(data, place.split("."), value)
+    for name, value in merge_options(args.merge).items():
+        put(data, ["synthesizer", "merge", name], value)
+    return complete(data, where)
+
+
+def put(data: dict, path: list[str], value: object) -> None:
+    """Set one field; of the workers' sampling also in place of what branches and turns say. What is no object is left to the check."""
+    *parents, name = path
+    target: object = data
+    for parent in parents:
+        target = target.setdefault(parent, {}) if isinstance(target, dict) else None
+    if isinstance(target, dict):
+        target[name] = value
+    branches = data.get("branches")
+    for branch in branches if parents == ["sampling"] and isinstance(branches, list) else ():
+        turns = branch.get("turns") if isinstance(branch, dict) else None
+        for part in (branch, *(turns if isinstance(turns, list) else ())):
+            if isinstance(part, dict) and isinstance(part.get("sampling"), dict):
+                part["sampling"].pop(name, None)
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Refuse what is wrong with the flags themselves, by the flag's name."""
+    for name, value in vars(args).items():
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str):
+                check_text(text, "TASK" if name == "task" else flag(name))
+    for name, places in PLACES.items():
+        value, (group, _, field) = getattr(args, name), places[0].rpartition(".")
+        if value is not None and group in ("sampling", "synthesizer.sampling", "engine"):
+            (check_engine_field if group == "engine" else check_sampling_field)(field, value, flag(name))
+    if args.workers is not None and not 1 <= args.workers <= MAX_WORKERS:
+        raise MinipsError(f"--workers is {args.workers}, expected from 1 to {MAX_WORKERS}")
+    if args.worker_prompt and args.workers not in (None, len(args.worker_prompt)):
+        raise MinipsError(f"--workers is {args.workers}, but --worker-prompt was given {len(args.worker_prompt)} times")
+    together = {
+        "--workflow": (args.workflow is not None, ("task", "workers", "worker_prompt"), "the workflow says it"),
+        "--interactive": (args.interactive, ("task", "prompt", "workflow", "json", "print_workflow"), "a conversation has none"),
+        "--json": (args.json, ("print_workflow",), "one of the two is printed"),
+    }
+    for name, (given, others, reason) in together.items():
+        for other in others if given else ():
+            if getattr(args, other) not in (None, [], False):
+                raise MinipsError(f"{name} and {'TASK' if other == 'task' else flag(other)} cannot be combined: {reason}")
+    if args.interactive and args.method not in (None, "parallel"):
+        raise MinipsError(f"--interactive answers by method parallel only, found --method {args.method}")
+    if args.adapter is not None and args.method not in (None, "parallel"):
+        raise MinipsError(f"--adapter is given, but --method {args.method} uses none")
+
+
+def merge_options(given: Sequence[str]) -> dict[str, object]:
+    """The options of --merge NAME=VALUE, checked."""
+    options: dict[str, object] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise MinipsError(f"--merge is {text!r}, expected NAME=VALUE")
+        try:
+            options[name] = json.loads(value)
+        except (ValueError, RecursionError):
+            options[name] = value
+        check_object({name: None}, "--merge", MERGE_VALUES)
+        check_merge_field(name, options[name], f"--merge {name}")
+    return options
+
+
+def read_task(task: str) -> str:
+    """TASK itself, or standard input where it is `-`."""
+    what = "TASK"
+    if task == "-":
+        what = "TASK (read from standard input)"
+        try:
+            content = sys.stdin.buffer.read(MAX_STDIN + 1)
+        except (AttributeError, OSError, ValueError):
+            raise MinipsError("TASK is -, but standard input is closed or cannot be read") from None
+        if len(content) > MAX_STDIN:
+            raise MinipsError(f"{what} is larger than {MAX_STDIN >> 20} MiB")
+        try:
+            task = content.decode("utf-8-sig").strip()
+        except UnicodeDecodeError as error:
+            raise MinipsError(f"{what} is no UTF-8 text (byte {error.start})") from None
+    if not task.strip():
+        raise MinipsError(f"{what} is empty")
+    return task
+
+
+# Running
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry out parsed arguments; the answer goes to stdout, everything else to stderr."""
+    data = workflow_of(args)
+    if args.print_workflow:
+        print_json(data)
+        return 0
+    with open_screen(quiet=args.quiet, answer=not args.json) as screen:
+        warnings.showwarning = lambda message, *_, **__: screen.say(f"minips: warning: {message}")
+        from .running import load, run_workflow
 
-    def say(text: str) -> None:
-        if not args.quiet:
-            print(text, file=sys.stderr, flush=True)
+        engine, synthesizer = load(data, screen, progress=not args.quiet)
+        if args.interactive:
+            from .chat_loop import chat
 
-    if not args.task.strip():
-        raise MinipsError("TASK is empty")
-    check_text(args)
-    prompts = worker_prompts(args)
-    penalty = args.repetition_penalty
-    worker_params = SamplingParams(
-        max_tokens=args.worker_tokens,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        repetition_penalty=1.0 if penalty is None else penalty,
-        seed=args.seed,
-    )
-    params = SamplingParams(
-        max_tokens=args.max_tokens,
-        temperature=args.answer_temperature,
-        repetition_penalty=ANSWER_PENALTY if penalty is None else penalty,
-        seed=args.seed,
-        stop=args.stop,
-    )
-
-    from .chat import default_prompt, text_prompt
-    from .engine import Engine
-    from .synthesis import Synthesizer
-
-    prompt = args.prompt if args.prompt is not None else default_prompt(args.task)
-    started = time.perf_counter()
-    engine = Engine.from_pretrained(
-        args.model,
-        device=args.device,
-        dtype=args.dtype,
-        page_size=args.page_size,
-        max_kv_tokens=args.max_kv_tokens,
-        progress=not args.quiet,
-    )
-    count = sum(parameter.numel() for parameter in engine.model.parameters())
-    dtype = str(engine.dtype).removeprefix("torch.")
-    say(f"{args.model}: {count / 1e6:.0f}M parameters, {dtype} on {engine.device}, loaded in {time.perf_counter() - started:.1f} s")
-    synthesizer = Synthesizer(engine, args.adapter)
-    if args.adapter:
-        kind = synthesizer.mapper.config.kind if synthesizer.mapper is not None else "none"
-        say(f"adapter {args.adapter}: mapper {kind}, {len(synthesizer.adapter.lora.pairs) if synthesizer.adapter.lora else 0} LoRA modules")
-    synthesizer.check_room(args.task, prompts, prompt, worker_params, params, system=args.system)
-    with engine.prefill(args.task, system=args.system) as prefix:
-        branches = decode_workers(engine, prefix, prompts, worker_params, say)
-        workers = [WorkerOutput.of(branch) for branch in branches]
-        try:
-            if args.method == "text":
-                asked = text_prompt(args.task, [worker.text for worker in workers], prompt)
-                stream = engine.stream(asked, params, system=args.system)
-            else:
-                stream = synthesizer.stream_from_caches(branches, prompt, params)
-            result = show_answer(stream, args.json)
-        finally:
-            for branch in branches:
-                branch.close()
-    result.workers = workers
+            return chat(engine, synthesizer, chat_settings(data, args), screen)
+        outcome = run_workflow(engine, synthesizer, data, screen)
     if args.json:
-        ascii_only = not (sys.stdout.encoding or "").lower().startswith("utf")
-        print(json.dumps(describe(args, result, prompt, worker_params, params), ensure_ascii=ascii_only, indent=2))
-    say(figures(args.method, result))
+        from .record import record
+
+        print_json(record(engine, synthesizer, data, outcome))
     return 0
 
 
-def check_text(args: argparse.Namespace) -> None:
-    """Refuse arguments that are no valid text (bytes that the terminal's encoding does not know)."""
-    for name, value in vars(args).items():
-        for text in value if isinstance(value, list) else [value]:
-            if isinstance(text, str) and any(0xD800 <= ord(character) < 0xE000 for character in text):
-                raise MinipsError(f"{'TASK' if name == 'task' else '--' + name.replace('_', '-')} is not valid text: {ascii(text)[:60]}")
+def chat_settings(data: dict, args: argparse.Namespace) -> ChatSettings:
+    """The settings of a conversation, from the workflow that each of its questions amounts to."""
+    from .chat_loop import ChatSettings
+
+    workers = workers_of(data)
+    params, answer = SamplingParams(**data["sampling"]), SamplingParams(**data["synthesizer"]["sampling"])
+    return ChatSettings(len(workers), tuple(args.worker_prompt), params, answer, data["system"])
 
 
-def decode_workers(
-    engine: Engine, prefix: Branch, prompts: Sequence[str], params: SamplingParams, say: Callable[[str], None]
-) -> list[Branch]:
-    """Fork and decode the workers in one batch; a sign of life every few seconds, then one line for each worker."""
-    branches = engine.fork(prefix, prompts)
-    say(f"{len(branches)} workers, {prefix.num_tokens} tokens of shared prefix, up to {params.max_tokens} tokens each")
-    started = last = time.perf_counter()
-    made = 0
-
-    def progress(row: int, token: int | None, text: str) -> None:
-        nonlocal made, last
-        made += token is not None
-        now = time.perf_counter()
-        if now - last > PROGRESS_SECONDS:
-            say(f"  {made} tokens after {now - started:.0f} s, {made / (now - started):.0f} tokens/s")
-            last = now
-
-    engine.decode(branches, params, on_token=progress)
-    seconds = time.perf_counter() - started
-    for index, branch in enumerate(branches):
-        tail = " ".join(branch.text.split())
-        tail = tail if len(tail) <= 70 else tail[:67] + "..."
-        say(f"  worker {index + 1}: {len(branch.output_ids)} tokens ({branch.finish_reason})  {tail}")
-    total = sum(len(branch.output_ids) for branch in branches)
-    say(f"  together {total} tokens in {seconds:.1f} s, {total / seconds:.0f} tokens/s")
-    return branches
-
-
-def show_answer(stream: TextStream, silent: bool) -> Result:
-    """Print the pieces as they come."""
-    for piece in stream:
-        if not silent:
-            print(piece, end="", flush=True)
-    if not silent:
-        print(flush=True)
-    return stream.result
-
-
-def figures(method: str, result: Result) -> str:
-    """The one line of figures."""
-    tokens, decode = len(result.token_ids), result.timings["decode"]
-    rate = f", {(tokens - 1) / decode:.0f} tokens/s" if tokens > 1 and decode > 0 else ""
-    reused = f"{result.reused_tokens} read from the cache, not prefilled again"
-    return f"{method}: {tokens} tokens{rate}, TTFT {result.ttft * 1000:.0f} ms, {result.prefilled_tokens} tokens prefilled, {reused}"
-
-
-def describe(
-    args: argparse.Namespace, result: Result, prompt: str, worker_params: SamplingParams, params: SamplingParams
-) -> dict[str, object]:
-    """The object that --json prints: the answer, the workers, the figures, and all that is needed to run it again."""
-    return {
-        "answer": result.text,
-        "finish_reason": result.finish_reason,
-        "token_ids": result.token_ids,
-        "workers": [asdict(worker) for worker in result.workers],
-        "ttft": result.ttft,
-        "timings": result.timings,
-        "prefilled_tokens": result.prefilled_tokens,
-        "reused_tokens": result.reused_tokens,
-        "model": args.model,
-        "adapter": args.adapter,
-        "method": args.method,
-        "task": args.task,
-        "system": args.system,
-        "worker_prompts": worker_prompts(args),
-        "prompt": prompt,
-        "worker_params": asdict(worker_params),
-        "params": asdict(params),
-    }
+def print_json(data: dict) -> None:
+    """One object on stdout, indented, lists of numbers on one line; in ASCII where stdout cannot write the rest."""
+    ascii_only = not (sys.stdout.encoding or "").lower().startswith("utf")
+    text = json.dumps(data, ensure_ascii=ascii_only, indent=2)
+    print(re.sub(r"\[\n\s+[-\d.,\s]+\]", lambda found: " ".join(found[0].split()).replace("[ ", "[").replace(" ]", "]"), text), flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0 done, 1 refused or failed (one line), 2 bad usage, 130 Ctrl-C."""
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.task is None and args.workflow is None and not args.interactive:
+        parser.error("TASK is missing")
     if sys.stderr is None:  # closed by the caller: print would fall back to stdout
-        sys.stderr = open(os.devnull, "w")
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal that cannot show a character must not end the run
             stream.reconfigure(errors="backslashreplace")
-    warnings.showwarning = lambda message, *_, **__: print(f"minips: warning: {message}", file=sys.stderr)
     try:
         return run(args)
     except MinipsError as error:

@@ -263,19 +263,55 @@ class Synthesizer:
         system: str | None = None,
     ) -> None:
         """Refuse before the first forward what cannot fit the page pool or the positions, workers and synthesizer at their longest."""
-        engine, pages = self.engine, self.engine.pool.pages_for
         if isinstance(prompts, str) or not isinstance(prompts, (list, tuple)):
             raise MinipsError("run: prompts must be a list with one prompt a worker")
+        rows = params_for(worker_params, len(prompts), "run")
+        self.check_turns(task, [[turn] for turn in zip(prompts, rows)], prompt, params, system=system)
+
+    def check_turns(
+        self,
+        task: Prompt,
+        workers: Sequence[Sequence[tuple[Prompt, SamplingParams | str | list[int]]]],
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        system: str | None = None,
+    ) -> list[int]:
+        """As `check_room`, for workers of several turns -> the positions that each worker's kept tokens span at their longest.
+
+        A turn is a prompt and how it goes on: SamplingParams where it is decoded, text or ids where its output is given.
+        """
+        engine, options, pages = self.engine, self.options, self.engine.pool.pages_for
         state = {"open_turn": isinstance(task, str), "empty_prefix": task == ""}
-        prefix = len(engine.prompts.encode(task, "prefix", system=system))
-        distinct = {repr(p): p for p in prompts}  # equal prompts are encoded once
-        sizes = {name: len(engine.prompts.encode(p, "branch", **state)) for name, p in distinct.items()}
-        owns = [sizes[repr(p)] for p in prompts]
-        longest = [engine.token_limit(prefix + own, row) for own, row in zip(owns, params_for(worker_params, len(owns), "run"))]
-        u = len(engine.prompts.encode(prompt, "continuation"))
-        start = prefix + (sum(longest) if self.options.layout == "sequential" else max(longest, default=0))
-        engine.check_positions(max((prefix + own for own in owns), default=prefix), 1, "a worker")
+        known: dict[tuple[str, str], int] = {}  # equal prompts are encoded once
+
+        def size(text: Prompt, kind: str, **arguments: object) -> int:
+            key = (kind, repr(text))
+            if key not in known:
+                ids = engine.prompts.output(text) if kind == "output" else engine.prompts.encode(text, kind, **arguments)
+                known[key] = len(ids)
+            return known[key]
+
+        prefix = size(task, "prefix", system=system)
+        needed, spans, ends = pages(prefix), [], [prefix]
+        for turns in workers:
+            end, outputs = prefix, []  # outputs: (start, tokens)
+            for index, (own, how) in enumerate(turns):
+                own = size(own, "continuation") if index else size(own, "branch", **state)
+                given = None if isinstance(how, SamplingParams) else size(how, "output")
+                engine.check_positions(end + own, 1 if given is None else given, "a worker")
+                count = engine.token_limit(end + own, how) if given is None else given
+                needed += pages(own) + pages(count)
+                outputs.append((end + own, count))
+                end += own + count
+            kept = {"final": outputs[-1][1], "outputs": end - outputs[0][0], "all": end - prefix, "full": end}
+            spans.append(kept.get(options.keep_turns, sum(count for _, count in outputs)))
+            ends.append(end)
+        u = size(prompt, "continuation")
+        anchor = prefix if options.anchor == "fork" else 0
+        start = anchor + (sum(spans) if options.layout == "sequential" else max(spans, default=0))
+        start = start if options.rerotate else max(ends)
         engine.check_positions(start, u + 1, "the prefix, the longest worker output and the synthesizer's prompt")
-        workers = sum(pages(own) + pages(limit) for own, limit in zip(owns, longest))
-        needed = pages(prefix) + workers + pages(u) + pages(engine.token_limit(start + u, params))
-        engine.pool.require(needed, f"a run of {len(owns)} workers and a synthesizer")
+        needed += pages(u) + pages(engine.token_limit(start + u, params))
+        engine.pool.require(needed, f"a run of {len(workers)} workers and a synthesizer")
+        return spans

@@ -1,0 +1,233 @@
+"""Runs a completed workflow: loads its model, takes its workers through their turns in batches, and answers by its method."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from .chat import text_prompt
+from .config import SamplingParams
+from .engine import Engine
+from .errors import MinipsError
+from .kv_cache import Branch
+from .results import TIMING_KEYS, Result, TextStream, WorkerOutput
+from .screen import Screen
+from .synthesis import Synthesizer
+from .workflow import FORCED_MERGE, TEXT_METHODS, Worker, workers_of
+
+SUMMARY_PROMPT = "Summarise what you found in at most three sentences. Keep every name, number and result that matters."
+HEADING_TOKENS = 16  # at most, of a "## Finding 12" and the blank lines around it
+
+
+@dataclass
+class Span:
+    """One turn of a worker when it is done: what it wrote and how (params None: it was given)."""
+
+    output: WorkerOutput
+    params: SamplingParams | None
+    mean_logprob: float | None = None  # a token, of method best-of-n
+
+
+@dataclass
+class Outcome:
+    """What a run came to. spans: per worker its turns. seconds: by part of the run. counters: the engine's, of this run alone."""
+
+    result: Result
+    workers: list[Worker]
+    spans: list[list[Span]]
+    seconds: dict[str, float]
+    counters: dict[str, int]
+    figures: str
+
+
+def load(data: dict, screen: Screen, progress: bool = True) -> tuple[Engine, Synthesizer]:
+    """The engine and the synthesizer of a completed workflow; one line on the screen says what was loaded."""
+    started = time.perf_counter()
+    engine = Engine.from_pretrained(data["model"], **data["engine"], progress=progress)
+    count = sum(parameter.numel() for parameter in engine.model.parameters())
+    name, dtype = data["model"], str(engine.dtype).removeprefix("torch.")
+    screen.note(f"{name}: {count / 1e6:.0f}M parameters, {dtype} on {engine.device}, loaded in {time.perf_counter() - started:.1f} s")
+    adapter = data["synthesizer"]["adapter"]
+    options = {**data["synthesizer"]["merge"], **FORCED_MERGE.get(data["method"], {})}
+    synthesizer = Synthesizer(engine, adapter, options=options)
+    if adapter:
+        kind = synthesizer.mapper.config.kind if synthesizer.mapper is not None else "none"
+        pairs = len(synthesizer.adapter.lora.pairs) if synthesizer.adapter.lora else 0
+        screen.note(f"adapter {adapter}: mapper {kind}, {pairs} LoRA modules")
+    return engine, synthesizer
+
+
+def run_workflow(engine: Engine, synthesizer: Synthesizer, data: dict, screen: Screen) -> Outcome:
+    """Carry out a completed workflow. Refused before the first forward where it cannot fit; no branch is left open."""
+    started = time.perf_counter()
+    before = dict(engine.counters)
+    method, asked = data["method"], data["synthesizer"]["prompt"]
+    workers = workers_of(with_summaries(data) if method == "summary" else data)
+    params = SamplingParams(**data["synthesizer"]["sampling"])
+    check_room(synthesizer, data, workers, params)
+    branches: list[Branch] = []
+    with engine.prefill(data["prefix"], system=data["system"]) as root:
+        seconds = {"prefix": time.perf_counter() - started}
+        told = sum(turn.params.max_tokens for worker in workers for turn in worker.turns if turn.output is None)
+        screen.note(f"{len(workers)} workers, {root.num_tokens} tokens of shared prefix, up to {told} tokens together")
+        try:
+            mark = time.perf_counter()
+            branches += engine.fork(root, [worker.turns[0].prompt for worker in workers])
+            spans = run_turns(engine, branches, workers, screen, scored=method == "best-of-n")
+            seconds["workers"] = time.perf_counter() - mark
+            if method == "best-of-n":
+                result, figures = vote(spans, workers, screen)
+            else:
+                kept = kept_tokens(root, branches, spans, synthesizer.options.keep_turns)
+                if method in TEXT_METHODS:
+                    for branch in (*branches, root):  # their pages are free for the text
+                        branch.close()
+                    screen.start_answer(f"synthesizer: reading the text of {len(branches)} workers, {kept} tokens, again")
+                    stream = text_stream(engine, data, spans, synthesizer.options.keep_turns, params)
+                else:
+                    screen.start_answer(f"synthesizer: reading {kept} tokens from {len(branches)} caches")
+                    stream = synthesizer.stream_from_caches(branches, asked, params)
+                result = show(stream, screen)
+                figures = figures_of(method, result)
+        finally:
+            for branch in branches:
+                branch.close()
+    result.workers = [row[-1].output for row in spans]
+    seconds["total"] = time.perf_counter() - started
+    screen.end_answer(figures)
+    counters = {name: count - before[name] for name, count in engine.counters.items()}
+    return Outcome(result, workers, spans, seconds, counters, figures)
+
+
+def with_summaries(data: dict) -> dict:
+    """The workflow with one more turn for each branch, in which it says what it found."""
+    branches = []
+    for branch in data["branches"]:
+        own = {name: branch[name] for name in ("prompt", "output") if name in branch}
+        rest = {name: value for name, value in branch.items() if name not in own}
+        branches.append({**rest, "turns": [*branch.get("turns", [own]), {"prompt": SUMMARY_PROMPT}]})
+    return {**data, "branches": branches}
+
+
+def check_room(synthesizer: Synthesizer, data: dict, workers: Sequence[Worker], params: SamplingParams) -> None:
+    """Refuse what cannot fit the page pool or the positions, everything at its longest."""
+    turns = [[(turn.prompt, turn.params if turn.output is None else turn.output) for turn in worker.turns] for worker in workers]
+    asked = data["synthesizer"]["prompt"]
+    spans = synthesizer.check_turns(data["prefix"], turns, asked, params, system=data["system"])
+    if data["method"] in TEXT_METHODS:
+        engine = synthesizer.engine
+        fixed = engine.prompts.encode(text_turns(data, []), "full", system=data["system"])
+        length = len(fixed) + sum(spans) + HEADING_TOKENS * len(spans)
+        engine.check_positions(0, length + 1, "the workers' texts at their longest, with the prompt,")
+        pages = engine.pool.pages_for
+        engine.pool.require(pages(length) + pages(engine.token_limit(length, params)), "reading the workers' texts again")
+
+
+def run_turns(
+    engine: Engine, branches: Sequence[Branch], workers: Sequence[Worker], screen: Screen, scored: bool = False
+) -> list[list[Span]]:
+    """Take forked branches through their turns: of each turn one batch, in which those take part that have as many."""
+    limits = [sum(turn.params.max_tokens for turn in worker.turns if turn.output is None) for worker in workers]
+    screen.start_workers([worker.label for worker in workers], limits)
+    spans: list[list[Span]] = [[] for _ in workers]
+    for depth in range(max(len(worker.turns) for worker in workers)):
+        rows = [index for index, worker in enumerate(workers) if len(worker.turns) > depth]
+        turns = {index: workers[index].turns[depth] for index in rows}
+        if depth:
+            engine.extend([branches[index] for index in rows], [turns[index].prompt for index in rows])
+        given = [index for index in rows if turns[index].output is not None]
+        decoded = [index for index in rows if turns[index].output is None]
+        if given:
+            engine.encode([branches[index] for index in given], [turns[index].output for index in given])
+        if decoded:
+            params = [replace(turns[index].params, logprobs=1) if scored else turns[index].params for index in decoded]
+            engine.decode([branches[index] for index in decoded], params, on_token=rows_renamed(screen.worker_token, decoded))
+        for index in rows:
+            branch = branches[index]
+            spans[index].append(
+                Span(WorkerOutput.of(branch), None if turns[index].output is not None else turns[index].params, mean_logprob(branch))
+            )
+            if depth + 1 == len(workers[index].turns):
+                tokens = sum(len(span.output.token_ids) for span in spans[index])
+                screen.worker_end(index, branch.finish_reason, tokens, branch.text)
+    screen.end_workers()
+    return spans
+
+
+def rows_renamed(on_token: Callable, names: Sequence[int]) -> Callable:
+    """A callback whose row i is called names[i]: the rows of a batch that holds some of the workers."""
+    return lambda row, token, text: on_token(names[row], token, text)
+
+
+def mean_logprob(branch: Branch) -> float | None:
+    """Mean log-probability a token of what a branch decoded, where it was asked for."""
+    if not branch.logprobs:
+        return None
+    return sum(entry[token] for entry, token in zip(branch.logprobs, branch.output_ids)) / len(branch.output_ids)
+
+
+def kept_tokens(root: Branch, branches: Sequence[Branch], spans: Sequence[Sequence[Span]], keep_turns: str) -> int:
+    """Tokens of the workers that the synthesizer reads, for the line that says so."""
+    if keep_turns in ("all", "full"):
+        return sum(branch.num_cached - (root.num_cached if keep_turns == "all" else 0) for branch in branches)
+    return sum(len(span.output.token_ids) for row in spans for span in (row[-1:] if keep_turns == "final" else row))
+
+
+# Answering from text
+
+
+def text_turns(data: dict, texts: Sequence[str]) -> str | list[dict]:
+    """The synthesizer's conversation of method `text`: one user turn, behind the prefix's own turns where it has some."""
+    prefix, asked = data["prefix"], data["synthesizer"]["prompt"]
+    if isinstance(prefix, str):
+        return text_prompt(prefix, texts, asked)
+    return [*prefix, {"role": "user", "content": text_prompt("", texts, asked)}]
+
+
+def text_stream(engine: Engine, data: dict, spans: Sequence[Sequence[Span]], keep_turns: str, params: SamplingParams) -> TextStream:
+    """The answer to the workers' text; of a worker of several turns what `keep_turns` keeps of its outputs."""
+    if data["method"] == "summary" or keep_turns == "final":
+        spans = [row[-1:] for row in spans]
+    texts = ["\n\n".join(span.output.text for span in row) for row in spans]
+    return engine.stream(text_turns(data, texts), params, system=data["system"])
+
+
+def vote(spans: Sequence[Sequence[Span]], workers: Sequence[Worker], screen: Screen) -> tuple[Result, str]:
+    """The answer that most workers gave, up to case and white space; among equals the likeliest a token, then the first."""
+    last = [row[-1] for row in spans]
+    words = [" ".join(span.output.text.split()).casefold() for span in last]
+    votes = Counter(words)
+    chances = [float("-inf") if span.mean_logprob is None else span.mean_logprob for span in last]
+    best = max(range(len(last)), key=lambda index: (bool(words[index]), votes[words[index]], chances[index]))
+    if not words[best]:
+        raise MinipsError("best-of-n: no worker wrote anything, so there is nothing to vote on")
+    screen.start_answer(f"best-of-n: {len(last)} workers vote, {len(votes)} different answers")
+    chosen = last[best].output
+    screen.answer(chosen.text)
+    seconds = dict.fromkeys(TIMING_KEYS, 0.0)
+    tokens = [len(span.output.token_ids) for span in last]
+    result = Result(chosen.text, list(chosen.token_ids), chosen.finish_reason, 0.0, seconds, len(last), tokens)
+    result.seed = last[best].params.seed
+    figures = f"best-of-n: the answer of {workers[best].label}, {votes[words[best]]} of {len(last)} votes"
+    return result, f"{figures}, {chances[best]:.2f} nats a token"
+
+
+# Showing
+
+
+def show(stream: TextStream, screen: Screen) -> Result:
+    """Put the pieces on the screen as they come."""
+    with stream:
+        for piece in stream:
+            screen.answer(piece)
+        return stream.result
+
+
+def figures_of(method: str, result: Result) -> str:
+    """The one line of figures."""
+    tokens, decode = len(result.token_ids), result.timings["decode"]
+    rate = f", {(tokens - 1) / decode:.0f} tokens/s" if tokens > 1 and decode > 0 else ""
+    reused = f"{result.reused_tokens} read from the cache, not prefilled again"
+    return f"{method}: {tokens} tokens{rate}, TTFT {result.ttft * 1000:.0f} ms, {result.prefilled_tokens} tokens prefilled, {reused}"
