@@ -13,11 +13,12 @@ import time
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TextIO
 
 SIGN_OF_LIFE_SECONDS = 5.0
 PLAIN_WIDTH = 110  # columns of a line that goes into a file
-KEPT_CHARACTERS = 600  # of a worker's newest text, more than any terminal line shows
+KEPT_CHARACTERS = 400  # of a worker's newest text, more than a line shows
 ZERO_WIDTH_JOINER, EMOJI_SELECTOR = "\u200d", "\ufe0f"
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # C0 and C1 but newline and tab
 _DIRECTIONS = re.compile("[\u202a-\u202e\u2066-\u2069]")  # would reorder the rest of a line
@@ -38,26 +39,33 @@ def clusters(text: str) -> Iterator[tuple[str, int]]:
 
     Terminals differ on joined emoji; the width is the largest that one may use, so that a line cut by it never overflows.
     """
-    cluster, width = "", 0
+    cluster, width, open_flag = "", 0, False
     for character in text:
-        kind = unicodedata.category(character)
-        flag = "\U0001f1e6" <= character <= "\U0001f1ff"  # two letters make one flag
-        joins = kind in ("Mn", "Me", "Mc", "Cf") or "\U0001f3fb" <= character <= "\U0001f3ff" or "\u1160" <= character <= "\u11ff"
-        joins = joins or cluster.endswith(ZERO_WIDTH_JOINER) or flag and len(cluster) == 1 and "\U0001f1e6" <= cluster <= "\U0001f1ff"
-        if cluster and not joins:
+        joins, columns, flag = _character(character)
+        if cluster and not (joins or flag and open_flag or cluster[-1] == ZERO_WIDTH_JOINER):
             yield cluster, width
-            cluster, width = "", 0
+            cluster, width, open_flag = "", 0, False
+        open_flag = flag and not cluster
         cluster += character
-        if kind not in ("Mn", "Me", "Cf") or character == EMOJI_SELECTOR:
-            wide = unicodedata.east_asian_width(character) in "WF" or "\U0001f300" <= character <= "\U0001faff"
-            width += 2 if wide else 1
+        width += columns
     if cluster:
         yield cluster, width
 
 
+@lru_cache(maxsize=4096)
+def _character(character: str) -> tuple[bool, int, bool]:
+    """Whether it joins the character before, its width in columns, whether it is half of a flag."""
+    kind = unicodedata.category(character)
+    mark, tone = kind in ("Mn", "Me", "Cf"), "\U0001f3fb" <= character <= "\U0001f3ff"
+    joins = mark or tone or kind == "Mc" or "\u1160" <= character <= "\u11ff"  # the last: the later letters of a Hangul syllable
+    wide = unicodedata.east_asian_width(character) in "WF" or "\U0001f300" <= character <= "\U0001faff"
+    columns = int(character == EMOJI_SELECTOR) if mark else 2 if wide else 1
+    return joins, columns, "\U0001f1e6" <= character <= "\U0001f1ff"
+
+
 def width_of(text: str) -> int:
     """Columns that a line of text takes, at most."""
-    return len(text) if text.isascii() else sum(width for _, width in clusters(text))
+    return len(text) if text.isascii() else sum(_character(character)[1] for character in text)
 
 
 def fit(text: str, columns: int, tail: bool = False) -> str:
@@ -67,6 +75,8 @@ def fit(text: str, columns: int, tail: bool = False) -> str:
     if columns <= 3:
         return "." * max(0, columns)
     room, kept = columns - 3, []
+    if text.isascii():
+        return "..." + text[-room:] if tail else text[:room] + "..."
     pieces = list(clusters(text))
     for cluster, width in reversed(pieces) if tail else pieces:
         room -= width
@@ -110,7 +120,7 @@ class Screen:
     @property
     def columns(self) -> int:
         """Widest line to write."""
-        return PLAIN_WIDTH
+        return terminal_size(self.stderr)[0] - 1 if is_terminal(self.stderr) else PLAIN_WIDTH  # it may wrap at the last column
 
     def __enter__(self) -> Screen:
         return self
@@ -139,7 +149,7 @@ class Screen:
 
     def start_workers(self, labels: Sequence[str], limits: Sequence[int]) -> None:
         """The workers begin to write now. limits: the tokens that each may make."""
-        self.workers = [WorkerLine(one_line(label), limit) for label, limit in zip(labels, limits, strict=True)]
+        self.workers = [WorkerLine(label, limit) for label, limit in zip(labels, limits, strict=True)]
         self.started = self.last_drawn = time.perf_counter()
         self._made = 0
 
@@ -159,17 +169,22 @@ class Screen:
     def worker_end(self, row: int, reason: str, tokens: int, text: str) -> None:
         """What a worker has come to in the end. reason: stop, length, given ..."""
         line = self.workers[row]
-        line.state, line.tokens, line.text = one_line(reason), tokens, text
+        line.state, line.tokens, line.text = reason, tokens, text
 
     def end_workers(self) -> None:
         """One line a worker, and the total."""
         seconds = time.perf_counter() - self.started
         lines, self.workers = self.workers, []
         for line in lines:
-            head = f"  {line.label}: {line.tokens} tokens ({line.state})  "
-            self.note(fit(head + one_line(line.text[: 4 * KEPT_CHARACTERS]), max(self.columns, len(head))).rstrip())
+            head = f"  {self._shown_text(line.label)}: {line.tokens} tokens ({line.state})  "
+            text = self._shown_text(line.text[:KEPT_CHARACTERS])
+            self.note((head + fit(text, max(0, self.columns - width_of(head)))).rstrip())
         total = sum(line.tokens for line in lines)
         self.note(f"  together {total} tokens in {seconds:.1f} s, {total / max(seconds, 1e-9):.0f} tokens/s")
+
+    def _shown_text(self, text: str) -> str:
+        """Model text as one line that stderr can write."""
+        return "" if self.quiet else encodable(one_line(text), self.stderr)
 
     def _progress(self, now: float) -> None:
         if now - self.last_drawn > SIGN_OF_LIFE_SECONDS:
@@ -185,10 +200,10 @@ class Screen:
 
     def answer(self, piece: str) -> None:
         """A piece of the answer, on stdout at once; without control characters where stdout is a terminal."""
+        piece = clean(piece) if is_terminal(self.stdout) else piece
         if self.shows_answer and piece:
-            piece = clean(piece) if is_terminal(self.stdout) else piece
+            self._open_line = not piece.endswith("\n")
             write(self.stdout, piece)
-            self._open_line = not piece.endswith("\n") if piece else self._open_line
 
     def end_answer(self, figures: str) -> None:
         """The answer's last newline, and the line of figures."""
@@ -218,6 +233,15 @@ def is_terminal(stream: TextIO | None) -> bool:
         return stream is not None and stream.isatty()
     except ValueError:  # closed
         return False
+
+
+def terminal_size(stream: TextIO) -> tuple[int, int]:
+    """Columns and rows of a terminal now."""
+    try:
+        columns, rows = os.get_terminal_size(stream.fileno())
+    except (OSError, ValueError):
+        columns, rows = 0, 0
+    return columns or 80, rows or 24  # some report 0 x 0
 
 
 def write(stream: TextIO, text: str) -> None:

@@ -8,11 +8,10 @@ no way of ending or suspending the process can leave it hidden.
 
 from __future__ import annotations
 
-import os
 import time
 from typing import TextIO
 
-from .screen import Screen, WorkerLine, clean, encodable, fit, one_line, width_of, write
+from .screen import Screen, WorkerLine, clean, fit, terminal_size, width_of, write
 
 FRAME_SECONDS = 0.12
 LABEL_WIDTH = 24
@@ -30,19 +29,6 @@ class LiveScreen(Screen):
         self.colour = colour
         self._shown = False  # a frame stands on the terminal
         self._last_size = (0, 0)
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Columns and rows of the terminal now."""
-        try:
-            columns, rows = os.get_terminal_size(self.stderr.fileno())
-        except (OSError, ValueError):
-            columns, rows = 0, 0
-        return columns or 80, rows or 24  # some report 0 x 0
-
-    @property
-    def columns(self) -> int:
-        return self.size[0] - 1  # a terminal may wrap at the last column
 
     def say(self, text: str) -> None:
         self._erase()
@@ -67,10 +53,10 @@ class LiveScreen(Screen):
     def _erase(self) -> None:
         if self._shown:
             self._shown = False
-            write(self.stderr, ERASE_FRAME)
+            write(self.stderr, ERASE_FRAME + END)  # Ctrl-C may have cut a frame short
 
     def _draw(self) -> None:
-        self._shown, before, self._last_size = True, self._last_size, self.size
+        self._shown, before, self._last_size = True, self._last_size, terminal_size(self.stderr)
         lines = self._lines()
         up = f"\x1b[{len(lines) - 1}A" if len(lines) > 1 else ""
         fresh = "" if self._last_size == before else ERASE_FRAME  # rows that the terminal has wrapped would stay joined
@@ -82,7 +68,7 @@ class LiveScreen(Screen):
         room = max(1, rows - 2)  # of worker lines; the total takes one row, one stays free
         hidden = self.workers[room - 1 :] if len(self.workers) > room else []
         shown = self.workers[: len(self.workers) - len(hidden)]
-        labels = min(LABEL_WIDTH, max(width_of(line.label) for line in self.workers)) if self.workers else 0
+        labels = min(LABEL_WIDTH, columns // 3, max((width_of(self._shown_text(line.label)) for line in self.workers), default=0))
         lines = [self._line(line, labels, columns - 1) for line in shown]
         if hidden:
             writing = sum(not line.done for line in hidden)
@@ -92,7 +78,7 @@ class LiveScreen(Screen):
         return [*lines, self._paint(fit(total, columns - 1), "2")] if rows > 1 else lines[:1]
 
     def _line(self, line: WorkerLine, labels: int, columns: int) -> str:
-        label = fit(encodable(line.label, self.stderr), labels)
+        label = fit(self._shown_text(line.label), labels)
         label += " " * (labels - width_of(label))
         rate = f"{line.tokens / line.seconds:5.1f}" if line.seconds > 0 else "    -"
         limit = str(line.limit)
@@ -100,7 +86,8 @@ class LiveScreen(Screen):
         used = width_of("".join(parts))
         if used > columns:  # a narrow terminal
             return fit("".join(parts).rstrip(), columns)
-        text = fit(encodable(one_line(line.text), self.stderr), columns - used, tail=True)
+        text = self._shown_text(line.text)[-2 * columns :]  # all that can be seen, or little more
+        text = fit(text, columns - used, tail=True)
         return parts[0] + self._paint(parts[1], COLOURS.get(line.state, "")) + parts[2] + self._paint(text, "2")
 
     def _paint(self, text: str, style: str) -> str:

@@ -42,12 +42,12 @@ def silent():
     return Screen(io.StringIO(), io.StringIO())
 
 
-def reader(*lines):
+def reader(lines):
     """What a person types; an exception is raised where one stands."""
-    left = list(lines)
+    left = iter(lines)
 
     def read(prompt):
-        line = left.pop(0) if left else EOFError()
+        line = next(left, EOFError)
         if isinstance(line, (BaseException, type)):
             raise line
         return line
@@ -107,7 +107,7 @@ def test_a_turn_answers_as_the_same_steps_on_a_fresh_prefill():
 
 def test_the_answer_is_streamed_and_the_figures_follow():
     engine, out, err = chat_engine(), io.StringIO(), io.StringIO()
-    code = chat(engine, Synthesizer(engine), SHORT, Screen(out, err), reader("hi", "  ", "why?", "/exit", "never"))
+    code = chat(engine, Synthesizer(engine), SHORT, Screen(out, err), reader(["hi", "  ", "why?", "/exit", "never"]))
     lines = err.getvalue().splitlines()
     assert code == 0 and out.getvalue().endswith("\n") and engine.check() and engine.stats()["used_pages"] == 0
     assert sum(line.startswith("  worker ") for line in lines) == 6 and sum(line.startswith("turn ") for line in lines) == 2
@@ -118,7 +118,7 @@ def test_the_answer_is_streamed_and_the_figures_follow():
 def test_commands():
     engine, out, err = chat_engine(), io.StringIO(), io.StringIO()
     lines = ("/workers", "/help", "/nonsense", "hi", "/workers", "/reset", "/workers", "hi", "/usr/bin is what?")
-    assert chat(engine, Synthesizer(engine), SHORT, Screen(out, err), reader(*lines)) == 0
+    assert chat(engine, Synthesizer(engine), SHORT, Screen(out, err), reader(lines)) == 0
     told = err.getvalue()
     assert told.count("no workers have written") == 2 and "/reset    a new" in told and "/nonsense is no command" in told
     assert told.count("\nworker 1: ") == 1 and told.count("turn 1: ") == 2 and told.count("turn 2: ") == 1
@@ -129,7 +129,7 @@ def test_commands():
 
 def test_ctrl_c_at_the_prompt_and_during_an_answer():
     engine, out, err = chat_engine(), io.StringIO(), io.StringIO()
-    assert chat(engine, Synthesizer(engine), SHORT, Screen(out, err), reader("hi", KeyboardInterrupt, "why?")) == 130
+    assert chat(engine, Synthesizer(engine), SHORT, Screen(out, err), reader(["hi", KeyboardInterrupt, "why?"])) == 130
 
     class Interrupting(Screen):
         where = None
@@ -153,20 +153,19 @@ def test_ctrl_c_at_the_prompt_and_during_an_answer():
     screen = Interrupting(out, err)
     with Conversation(engine, Synthesizer(engine), SHORT) as conversation:
         expected = [conversation.ask(question, silent()).text for question in ("hi", "why?")]
-    seen = []
+    before_and_after = []
+
+    def person(where):
+        yield "hi"
+        for screen.where in (where, None):  # "break" is interrupted there
+            before_and_after.append((engine.check(), engine.stats()["used_pages"], engine.stats()["open_branches"]))
+            yield "break" if screen.where else "why?"
+
     for where in ("worker_token", "answer", "end_answer"):
-
-        def read(prompt, steps=iter(("hi", where, "break", None, "why?", "/exit"))):
-            line = next(steps)
-            if line in ("worker_token", "answer", "end_answer", None):
-                screen.where = line
-                seen.append((engine.check(), engine.stats()["used_pages"], engine.stats()["open_branches"]))
-                return ""
-            return line
-
         out.seek(0), out.truncate()
-        assert chat(engine, Synthesizer(engine), SHORT, screen, read) == 0
-        assert seen[-1] == seen[-2] and seen[-1][0] and seen[-1][2] == 1, where  # as before the question
+        before_and_after.clear()
+        assert chat(engine, Synthesizer(engine), SHORT, screen, reader(person(where))) == 0
+        assert before_and_after[0] == before_and_after[1] and before_and_after[0][2] == 1, where
         assert out.getvalue().startswith(expected[0]) and out.getvalue().endswith(expected[1] + "\n")
     assert err.getvalue().count("as if this had not been asked") == 3 and engine.stats()["used_pages"] == 0
 
@@ -174,22 +173,17 @@ def test_ctrl_c_at_the_prompt_and_during_an_answer():
 @pytest.mark.parametrize("limits, message", [({"max_kv_tokens": 340}, "KV cache"), ({"max_position_embeddings": 330}, "the model's limit")])
 def test_a_full_context_is_one_line_and_reset_helps(limits, message):
     engine, out, err = chat_engine(**limits), io.StringIO(), io.StringIO()
-    refused_at = []
+    after = []
 
-    def read(prompt, state={"asked": 0}):
-        refused = err.getvalue().count("minips: error")
-        if refused == 1 and not refused_at:
-            refused_at.append((state["asked"], engine.check(), engine.stats()["open_branches"]))
-            return "/reset"
-        if refused_at or state["asked"] == 20:
-            state["asked"] += 1
-            return "hi" if state["asked"] <= refused_at[0][0] + 1 else "/exit"
-        state["asked"] += 1
-        return "hi"
+    def person():
+        while "minips: error" not in err.getvalue():
+            yield "hi"
+        after.append((engine.check(), engine.stats()["open_branches"]))
+        yield from ("/reset", "hi")
 
-    assert chat(engine, Synthesizer(engine), SHORT, Screen(out, err), read) == 0
+    assert chat(engine, Synthesizer(engine), SHORT, Screen(out, err), reader(person())) == 0
     (line,) = [line for line in err.getvalue().splitlines() if "minips: error" in line]
-    assert message in line and line.endswith("(/reset starts a new conversation)") and refused_at[0][1:] == (True, 1)
+    assert message in line and line.endswith("(/reset starts a new conversation)") and after == [(True, 1)]
     assert "a new conversation\n" in err.getvalue() and err.getvalue().rstrip().splitlines()[-1].startswith("turn 1: ")
 
 
@@ -203,7 +197,7 @@ def test_a_model_without_a_chat_format_is_refused():
     engine = chat_engine()
     engine.chat = None
     with pytest.raises(MinipsError, match="chat format is unknown"):
-        chat(engine, Synthesizer(engine), SHORT, silent(), reader("hi"))
+        chat(engine, Synthesizer(engine), SHORT, silent(), reader(["hi"]))
 
 
 def test_questions_on_stdin(monkeypatch):
@@ -221,7 +215,7 @@ def test_questions_on_stdin(monkeypatch):
 
 def test_quiet_still_tells_errors_and_what_was_asked_for():
     engine, out, err = chat_engine(max_position_embeddings=96), io.StringIO(), io.StringIO()
-    assert chat(engine, Synthesizer(engine), SHORT, Screen(out, err, quiet=True), reader("x" * 200, "/nonsense")) == 0
+    assert chat(engine, Synthesizer(engine), SHORT, Screen(out, err, quiet=True), reader(["x" * 200, "/nonsense"])) == 0
     assert err.getvalue().splitlines()[1:] == ["/nonsense is no command; /help lists them", ""] and "limit is 96" in err.getvalue()
 
 
