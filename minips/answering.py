@@ -87,7 +87,7 @@ def answers(
             branch.busy = True
         limits = _check_room(engine, branches, ids, params)
         mark = time.perf_counter()
-        prompt_logits = _prefill(engine, branches, ids, [row.return_logits for row in params], model)
+        at_prompt = prompt_logits(engine, branches, ids, [row.return_logits for row in params], model)
         prefilled = time.perf_counter()
         before["prefill"] = prefilled - mark
         engine.counters["prefilled_tokens"] += sum(map(len, ids))
@@ -110,7 +110,7 @@ def answers(
             engine.counters["decoded_tokens"] += len(row.ids)
             logits = None
             if params[at].return_logits:
-                logits = torch.cat([*prompt_logits[at], *([torch.stack(row.logits[1:])] if len(row.logits or ()) > 1 else [])])
+                logits = torch.cat([*at_prompt[at], *([torch.stack(row.logits[1:])] if len(row.logits or ()) > 1 else [])])
             results.append(
                 Result(
                     text=row.text,
@@ -148,7 +148,7 @@ def _check_room(engine: Engine, branches: Sequence[Branch], ids: Sequence[list[i
     return limits
 
 
-def _prefill(
+def prompt_logits(
     engine: Engine, branches: Sequence[Branch], ids: Sequence[list[int]], every: Sequence[bool], model: Model
 ) -> list[list[Tensor]]:
     """Feed each row's ids to its branch -> per row the logits of its last position, or of every position, in pieces."""
@@ -181,7 +181,7 @@ def score_ids(
             if not row or not target:
                 raise MinipsError(f"score: the {'target' if row else 'prompt'} is empty: it has no tokens")
             engine.check_positions(branch.next_position, len(row) + len(target) - 1, "prompt and target")
-        _prefill(engine, branches, ids, [False] * len(ids), model)
+        prompt_logits(engine, branches, ids, [False] * len(ids), model)
         return score_targets(engine, branches, targets, model, valid_vocab)
     finally:
         for branch in branches:

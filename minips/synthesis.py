@@ -90,6 +90,7 @@ class Synthesizer:
         declared = base_name(lora.config) if lora is not None else ""
         if declared and engine.folder is not None and declared != engine.folder.resolve().name.lower():
             warnings.warn(f"the adapter was made for {brief(declared)}, the model is {engine.folder.name!r}", stacklevel=2)
+        self.rope = engine.model.rope
         self.model = fold(engine.model, lora) if lora is not None else engine.model
         self.valid_vocab = min(engine.valid_vocab, lora.base_rows or engine.valid_vocab) if lora is not None else engine.valid_vocab
 
@@ -116,7 +117,7 @@ class Synthesizer:
         consumed = branches if consume else []
         raw = (branches[0] if branches else prefix).raw
         try:
-            segments = apply_plan(plan, pool, engine.model.rope, consumed, timings, engine.counters, self.mapper)
+            segments = apply_plan(plan, pool, self.rope, consumed, timings, engine.counters, self.mapper)
         except MinipsError:  # refused before anything was changed
             raise
         except BaseException as error:

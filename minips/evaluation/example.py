@@ -39,7 +39,7 @@ class Example:
 class Task:
     """A named set of examples and its rules.
 
-    load(folder, workers, seed): examples from `folder` (the data directory), in the file's order, passages dealt over `workers`
+    load(folder, workers, seed): examples from `folder` (the data directory; None: the hub), in the file's order, passages dealt over `workers`
     branches where the task has any; raises MinipsError naming the file that is missing and how to get it.
     score(text, example, rules): metrics of an answer, each 0 to 1; the first one is the task's own, `metric`.
     extract(text, example, rules): the answer in its canonical form, for reports and majority votes; None where there is none.
@@ -48,11 +48,12 @@ class Task:
 
     name: str
     metric: str
-    load: Callable[[Path, int, int], list[Example]]
+    load: Callable[[Path | None, int, int], list[Example]]
     score: Callable[[str, Example, str], dict[str, float]]
     extract: Callable[[str, Example, str], str | None]
     workers: int = 4
     worker_tokens: int = 512
     answer_tokens: int = 512
     agents: bool = False
+    runs_code: bool = False  # scoring runs model-written code in the sandbox
     source: str = ""  # where the data comes from, its licence, and how to get it

@@ -1,0 +1,206 @@
+"""Runs tasks and methods over rows in batches and writes each finished row to the run's folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ..config import SamplingParams, is_integer
+from ..engine import Engine
+from ..errors import MinipsError
+from ..results import Result
+from .example import RULES, Example, Task
+from .methods import Scorer, Setup, check_method, run_method
+from .records import Records, open_records
+from .rows import Row, open_rows
+from .tasks import TASKS, select, task
+
+MOST_WORKERS = 256
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to evaluate. workers: the values of m (one entry: no sweep). rows: how many of each task (None: all), drawn with seed.
+
+    data: the data folder (None: the hub). answer_tokens and worker_tokens: None takes the task's own. temperature and top_p: of the workers;
+    the answer is greedy. batch: examples at a time; it changes the speed (and, in bf16, near-ties). scoring: minips or official.
+    """
+
+    tasks: tuple[str, ...]
+    methods: tuple[str, ...]
+    data: str | None
+    model: str
+    adapter: str | None = None
+    workers: tuple[int, ...] = (4,)
+    rows: int | None = None
+    seed: int = 0
+    temperature: float = 0.7
+    top_p: float = 0.95
+    worker_tokens: int | None = None
+    answer_tokens: int | None = None
+    scoring: str = "minips"
+    batch: int = 8
+
+    def check(self) -> None:
+        """Refuse what cannot be run, before anything is loaded."""
+        for name in self.tasks:
+            task(name)
+        for spec in self.methods:
+            check_method(spec)
+        for what, values in (("task", self.tasks), ("method", self.methods), ("workers", self.workers)):
+            if not values or len(set(values)) < len(values):
+                raise MinipsError(f"{what} is {', '.join(map(str, values)) or 'empty'}, expected at least one, each once")
+        for what, value, least in (("rows", self.rows, 1), ("batch", self.batch, 1), *(("workers", m, 1) for m in self.workers)):
+            if value is not None and not (is_integer(value) and least <= value):
+                raise MinipsError(f"{what} is {value}, expected at least {least}")
+        if max(self.workers) > MOST_WORKERS:
+            raise MinipsError(f"workers is {max(self.workers)}, expected at most {MOST_WORKERS}")
+        if self.scoring not in RULES:
+            raise MinipsError(f"scoring is {self.scoring!r}, expected one of {', '.join(RULES)}")
+        self.worker_params(TASKS[self.tasks[0]])
+        self.answer_params(TASKS[self.tasks[0]])
+
+    def worker_params(self, task: Task) -> SamplingParams:
+        return SamplingParams(max_tokens=self.worker_tokens or task.worker_tokens, temperature=self.temperature, top_p=self.top_p)
+
+    def answer_params(self, task: Task) -> SamplingParams:
+        return SamplingParams(max_tokens=self.answer_tokens or task.answer_tokens)
+
+    def arguments(self) -> dict:
+        """What must be the same for a run to be resumed."""
+        return {name: value for name, value in asdict(self).items() if name not in ("data", "batch")}
+
+
+def evaluate(
+    plan: Plan,
+    folder: str | Path,
+    engine: Engine | None = None,
+    *,
+    scorer: Scorer | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> list[dict]:
+    """Run a plan, or go on with it, in `folder`; returns all rows (`records`). engine None loads plan.model.
+
+    scorer: chooses the answer of best_of_n. say: hears one line of progress a batch. A row that cannot be run (too long, say) is kept with
+    its error and counts as wrong.
+    """
+    plan.check()
+    loaded = {(name, m): load_examples(plan, name, m) for name in plan.tasks for m in plan.workers}
+    with open_records(folder, plan.arguments()) as records:
+        engine = engine or Engine.from_pretrained(plan.model, progress=True)
+        for (name, m), examples in loaded.items():
+            left = [example for example in examples if (name, example.id, m) not in records.done]
+            say(f"{name}, m = {m}: {len(examples)} rows, {len(examples) - len(left)} done before")
+            setup = Setup(engine, task(name), plan.answer_params(task(name)), plan.scoring, plan.adapter, scorer)
+            started = time.perf_counter()
+            for first in range(0, len(left), plan.batch):
+                _run_batch(plan, setup, left[first : first + plan.batch], m, records)
+                done = min(first + plan.batch, len(left))
+                seconds = time.perf_counter() - started
+                say(f"{name}, m = {m}: {done} of {len(left)}, {seconds:.0f} s, {seconds / done * (len(left) - done):.0f} s left")
+        return records.rows()
+
+
+def load_examples(plan: Plan, name: str, m: int) -> list[Example]:
+    """The plan's rows of one task, with the passages (where it has any) dealt over m branches."""
+    return select(task(name).load(Path(plan.data) if plan.data else None, m, plan.seed), plan.rows, plan.seed)
+
+
+def _run_batch(plan: Plan, setup: Setup, examples: Sequence[Example], m: int, records: Records) -> None:
+    """One batch; where it is refused (too little room), its examples alone."""
+    try:
+        found = _answers(plan, setup, examples, m)
+    except MinipsError as error:
+        if len(examples) > 1:
+            for example in examples:
+                _run_batch(plan, setup, [example], m, records)
+            return
+        records.append(_failed(plan, setup.task, examples[0], m, str(error)))
+        return
+    for row in found:
+        records.append(row)
+
+
+def _answers(plan: Plan, setup: Setup, examples: Sequence[Example], m: int) -> list[dict]:
+    """Workers once, then every method on their branches -> one record an example."""
+    task = setup.task
+    rows = open_rows(setup.engine, task, examples, m, plan.worker_params(task), plan.seed)
+    try:
+        methods: list[dict[str, dict]] = [{} for _ in rows]
+        for spec in plan.methods:
+            started = time.perf_counter()
+            results = run_method(spec, setup, rows)
+            seconds = (time.perf_counter() - started) / len(rows)
+            for at, (row, result) in enumerate(zip(rows, results)):
+                methods[at][spec] = _judged(setup, row.example, result, seconds)
+        return [_record(setup, row, m, found) for row, found in zip(rows, methods)]
+    finally:
+        for row in rows:
+            row.close()
+
+
+def _judged(setup: Setup, example: Example, result: Result, seconds: float) -> dict:
+    """One method's part of a record."""
+    task, rules, scores = setup.task, setup.rules, result.scores
+    return {
+        "text": result.text,
+        "extracted": task.extract(result.text, example, rules),
+        "scores": task.score(result.text, example, rules),
+        "nll": scores.mean_nll if scores is not None else None,
+        "target_tokens": len(scores.token_ids) if scores is not None else 0,
+        "answer_tokens": len(result.token_ids),
+        "finish_reason": result.finish_reason,
+        "prefilled_tokens": result.prefilled_tokens,
+        "reused_tokens": result.reused_tokens,
+        "branch_tokens": list(result.branch_tokens),
+        "seconds": round(seconds, 4),
+    }
+
+
+def _record(setup: Setup, row: Row, m: int, methods: dict[str, dict]) -> dict:
+    example, lengths = row.example, [len(branch.output_ids) for branch in row.branches]
+    workers = [
+        {
+            "text": text,
+            "tokens": length,
+            "finish_reason": branch.finish_reason,
+            "extracted": None if example.passages else setup.task.extract(text, example, setup.rules),
+        }
+        for text, length, branch in zip(row.texts, lengths, row.branches)
+    ]
+    for method in methods.values():  # text methods read the same branches
+        method["branch_tokens"] = method["branch_tokens"] or lengths
+    seconds = {"workers": round(row.seconds, 4), "methods": round(sum(method["seconds"] for method in methods.values()), 4)}
+    return _head(setup.task, example, m) | {"workers": workers, "methods": methods, "seconds": seconds}
+
+
+def _head(task: Task, example: Example, m: int) -> dict:
+    return {
+        "task": task.name,
+        "id": example.id,
+        "m": m,
+        "question": example.question,
+        "group": example.group,
+        "references": list(example.references),
+    }
+
+
+def _failed(plan: Plan, task: Task, example: Example, m: int, error: str) -> dict:
+    """A row that could not be run: every method answered nothing, and counts as wrong."""
+    empty = {
+        "text": "",
+        "extracted": None,
+        "scores": task.score("", example, plan.scoring),
+        "nll": None,
+        "target_tokens": 0,
+        "answer_tokens": 0,
+        "finish_reason": "error",
+        "prefilled_tokens": 0,
+        "reused_tokens": 0,
+        "branch_tokens": [],
+        "seconds": 0.0,
+    }
+    methods = {spec: dict(empty) for spec in plan.methods}
+    return _head(task, example, m) | {"workers": [], "methods": methods, "seconds": {"workers": 0.0, "methods": 0.0}, "error": error}
