@@ -5,7 +5,7 @@ a resume does again. A line cut short by a kill is removed on resume; any other 
 
 A row: task, id, m (the number of workers asked for), question, group, references, workers, methods, seconds. Each method has
 text, extracted, scores (the task's own metric first), nll (mean a token, or null), target_tokens, answer_tokens, finish_reason,
-prefilled_tokens, reused_tokens, branch_tokens, seconds.
+prefilled_tokens, reused_tokens, branch_tokens, seconds. A row that could not be run has an `error` besides.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import os
 import platform
 import tempfile
-from datetime import datetime, timezone
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -49,7 +49,7 @@ def open_records(folder: str | Path, arguments: dict) -> Records:
         elif os.fstat(file).st_size:
             raise MinipsError(f"{folder / PREDS}: has rows, but {RUN}, which says how they were made, is missing")
         else:
-            run = {"started": datetime.now(timezone.utc).isoformat(timespec="seconds"), "arguments": arguments}
+            run = {"started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "arguments": arguments}
             run |= {"versions": _versions(), "machine": _machine()}
             write_beside(folder / RUN, json.dumps(run, indent=2) + "\n")
         return Records(folder, file)

@@ -1,8 +1,8 @@
 """Means with 95% intervals, and paired differences between methods that answered the same rows.
 
 Values that are all 0 or 1 (right or wrong) get intervals that stay honest at few rows and where all rows agree: Wilson's for
-a rate, Bonett and Price's for the difference of two paired rates. All other values get a percentile bootstrap. Where the data say
-nothing about the spread (one row, or all values equal and none of the above applies), there is no interval, and low and high are None.
+a rate, Bonett and Price's for the difference of two paired rates. All other values get a percentile bootstrap. Where that would
+claim too much (fewer than 10 values, or all of them equal), there is no interval, and low and high are None.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from functools import lru_cache
 import numpy as np
 
 RESAMPLES = 10_000
+LEAST = 10  # values for a bootstrap: of three differences all are of one sign in a quarter of all cases, by chance
 Z = 1.959963984540054  # of 95%, two-sided
 _BLOCK = 4_000_000  # resampled values held at a time
 
@@ -100,7 +101,7 @@ def _counts(n: int, resamples: int, seed: tuple[int, int]) -> np.ndarray:
 
 def _spread(data: np.ndarray, seed: int) -> tuple[float | None, float | None, int, str]:
     """low, high, n and kind of values that are not all 0 or 1."""
-    if np.ptp(data) <= 1e-12 * max(1.0, float(np.abs(data).max())):  # one value, or all equal but for rounding
+    if len(data) < LEAST or np.ptp(data) <= 1e-12 * max(1.0, float(np.abs(data).max())):  # all equal but for rounding
         return None, None, len(data), "none"
     return *bootstrap(data, seed=seed), len(data), "bootstrap"
 
