@@ -159,16 +159,17 @@ class Conversation:
     def _figures(self, result: Result, prefilled: int) -> str:
         tokens, decode = len(result.token_ids), result.timings["decode"]
         rate = f", {(tokens - 1) / decode:.0f} tokens/s" if tokens > 1 and decode > 0 else ""
-        reused = f"{result.reused_tokens} read from the cache"
-        return f"turn {self.turns + 1}: {tokens} tokens{rate}, TTFT {result.ttft * 1000:.0f} ms, {prefilled} tokens prefilled in this turn, {reused}"
+        figures = f"turn {self.turns + 1}: {tokens} tokens{rate}, TTFT {result.ttft * 1000:.0f} ms"
+        return f"{figures}, {prefilled} prefilled, {result.reused_tokens} from the cache"
 
 
 def chat(engine: Engine, synthesizer: Synthesizer, settings: ChatSettings, screen: Screen, read: Callable[[str], str] | None = None) -> int:
     """Read questions and answer them until the end -> exit code 0 (/exit, Ctrl-D, end of stdin) or 130 (Ctrl-C at the prompt).
 
-    read: called with the prompt, returns a line or raises EOFError, as `input` does; None reads stdin. A refused question gives one
-    line, and the loop goes on. Where stdin is no terminal, each of its lines is a question, Ctrl-C ends the loop, and the code
-    is 1 if a question was refused. MinipsError if the model's chat format is unknown or stdin is closed.
+    read: called with the prompt, returns a line or raises EOFError, as `input` does; None reads stdin. A refused question gives
+    one line, and the loop goes on. Ctrl-C stops an answer; the conversation then stands as before the question. Where stdin is no
+    terminal, each of its lines is a question, Ctrl-C ends the loop, and the code is 1 if a question was refused. MinipsError if
+    the model's chat format is unknown or stdin is closed.
     """
     present = read is not None or sys.stdin is not None and sys.stdin.isatty()  # a person
     read = read or stdin_reader()
