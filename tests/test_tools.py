@@ -1,9 +1,12 @@
 """Tools of multi-turn workers: the calculator, the file reader, arguments, the SQL tool's refusals, and which example has which."""
 
+import contextlib
+import itertools
 import os
 import sys
 import time
 from datetime import date
+from types import SimpleNamespace
 
 import pytest
 
@@ -237,8 +240,47 @@ def test_a_database_needs_psycopg_and_may_be_one_a_row(monkeypatch):
     monkeypatch.setitem(sys.modules, "psycopg", None)
     with pytest.raises(MinipsError, match=r"needs the package psycopg: pip install 'psycopg\[binary\]'"):
         postgres.dsn_for("7")
-    monkeypatch.setitem(sys.modules, "psycopg", pytest)  # anything that is there
+    monkeypatch.setitem(sys.modules, "psycopg", database())
     assert postgres.dsn_for("7") == "host=h dbname=incident_7"
+    monkeypatch.setitem(sys.modules, "psycopg", database(superuser=True))
+    with pytest.raises(MinipsError, match="its role is a superuser, expected one that only reads"):
+        postgres.dsn_for("7")
+    monkeypatch.setitem(sys.modules, "psycopg", database(fault="no such host"))
+    with pytest.raises(MinipsError, match="cannot be reached .*no such host"):
+        postgres.dsn_for("7")
+
+
+def database(rows=(), superuser=False, fault=""):
+    """Stands in for psycopg: one connection, one statement's rows."""
+
+    class Connection(SimpleNamespace):
+        def execute(self, sql):
+            return SimpleNamespace(fetchone=lambda: (superuser,))
+
+        def cursor(self):
+            assert self.read_only
+            return contextlib.nullcontext(SimpleNamespace(description=[SimpleNamespace(name="a")], stream=lambda sql: iter(rows)))
+
+        def close(self):
+            pass
+
+    def connect(dsn, **options):
+        assert "statement_timeout=" in options["options"]
+        if fault:
+            raise RuntimeError(fault)
+        return Connection(read_only=False)
+
+    return SimpleNamespace(connect=connect, Error=RuntimeError)
+
+
+def test_rows_of_a_query_are_capped(monkeypatch):
+    monkeypatch.setitem(sys.modules, "psycopg", database([(None,), ("x\ny",), ("z" * 999,)]))
+    lines = postgres.run_query("host=h", "SELECT a FROM t").splitlines()
+    assert lines[:3] == ["a", "", "x y"] and len(lines[3]) == postgres.CELL and lines[4] == "(3 rows)"
+    endless = itertools.repeat((1,))
+    monkeypatch.setitem(sys.modules, "psycopg", database(endless))
+    lines = postgres.run_query("host=h", "/* why */ (select 1)").splitlines()
+    assert lines == ["a", *["1"] * postgres.ROWS, "(the first 50 rows; there are more)"]
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,13 @@ from .tools import Call, Toolbox, agent_system, toolboxes
 MAX_TURNS = 5
 MAX_CALLS = 8  # of one turn
 RESULT_CHARACTERS = 6200  # of one result, the marks of `read_file` included; less where the context is short
-LAST_TURN = "This is your last turn: call no tool, and give your final answer."
+# A question stands behind the results: after a bare result small models write one themselves, or nothing.
+NEXT_TURN = "What does this tell you about your part? Report it, or call another tool."
+LAST_TURN = "This is your last turn, so call no tool. What did you find? Give your final answer."
 _CALL, _CALL_END, _FUNCTION = "<tool_call>", "</tool_call>", "<function="
 _CALL_START = re.compile(f"{_CALL}|{_FUNCTION}")
-_XML = re.compile(r"<function=([^>\s]{1,100})\s*>")
+_JSON = re.compile(r"[{\[]")
+_XML = re.compile(r"\s*<function=([^>\s]{1,100})\s*>")
 _PARAMETER = re.compile(r"<parameter=([^>]{1,100})>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
@@ -199,7 +202,7 @@ def _run_calls(engine: Engine, worker: _Worker, last: bool) -> None:
 def _message_ids(engine: Engine, branch: Branch, results: Sequence[str], last: bool) -> tuple[list[int], int]:
     """Ids of the user turn that carries results (whose text cannot close its tag), and the positions left behind it."""
     blocks = [f"<tool_response>\n{result.replace('</tool_response', '</ tool_response')}\n</tool_response>" for result in results]
-    text = "\n".join([*blocks, *([LAST_TURN] if last else [])])
+    text = "\n".join([*blocks, "", LAST_TURN if last else NEXT_TURN])
     ids = engine.prompts.encode(text, "continuation", raw=branch.raw)
     return ids, engine.config.max_position_embeddings - branch.next_position - len(ids)
 
@@ -243,7 +246,7 @@ def _seed(seed: int | None, *parts: object) -> int | None:
 def parse_turn(text: str) -> tuple[list[Call], str]:
     """The tool calls of an output, and the text around them; thoughts (up to </think>, or an unclosed <think>) are in neither.
 
-    A call is JSON in <tool_call> tags or Qwen's XML form <function=NAME><parameter=NAME>VALUE, with or without those tags.
+    A call is JSON (an object, or a list of them) in <tool_call> tags, or Qwen's XML form <function=NAME><parameter=NAME>VALUE, with or without those tags.
     One that cannot be read has its `error` set.
     """
     text = text.rsplit("</think>", 1)[-1]
@@ -251,39 +254,40 @@ def parse_turn(text: str) -> tuple[list[Call], str]:
     calls, rest, at = [], [], 0
     while found := _CALL_START.search(text, at):
         rest.append(text[at : found.start()])
-        call, at = _read_call(text, found.start())
-        calls.append(call)
+        read, at = _read_calls(text, found.start())
+        calls += read
     return calls, "".join([*rest, text[at:]])
 
 
-def _read_call(text: str, start: int) -> tuple[Call, int]:
-    """The call whose mark stands at `start`, and where the text goes on behind it."""
+def _read_calls(text: str, start: int) -> tuple[list[Call], int]:
+    """The calls whose mark stands at `start` (JSON may hold a list of them), and where the text goes on behind them."""
     begin = start + len(_CALL) if text.startswith(_CALL, start) else start
     close = text.find(_CALL_END, begin)
     end = close + len(_CALL_END) if close >= 0 else len(text)
-    begin += len(text[begin:]) - len(text[begin:].lstrip())
     if named := _XML.match(text, begin):
         finish = text.find("</function>", named.end())
         body = text[named.end() : min((at for at in (finish, close) if at >= 0), default=len(text))]
         if finish >= 0 and begin == start:  # without the tags around it
             end = finish + len("</function>")
-        return Call(named[1], {name.strip(): value for name, value in _PARAMETER.findall(body)}), end
-    opening = text.find("{", begin, end)
-    if opening < 0:
-        return Call("", {}, "the call holds no JSON object"), end
+        return [Call(named[1], {name.strip(): value for name, value in _PARAMETER.findall(body)})], end
+    opening = _JSON.search(text, begin, end)
+    if opening is None:
+        return [Call("", {}, "the call holds no JSON object")], end
     try:
-        data, finish = json.JSONDecoder().raw_decode(text, opening)
+        data, finish = json.JSONDecoder().raw_decode(text, opening.start())
     except (ValueError, RecursionError) as error:
-        return Call("", {}, f"the call is not valid JSON ({str(error)[:80]})"), end
+        return [Call("", {}, f"the call is not valid JSON ({str(error)[:80]})")], end
     # the object may hold the closing tag in a string, so what counts is the first one behind it
     close = text.find(_CALL_END, finish)
     another = text.find(_CALL, finish)
     end = close + len(_CALL_END) if close >= 0 and not 0 <= another < close else finish
-    return _checked_call(data), end
+    return [_checked_call(item) for item in data] if isinstance(data, list) else [_checked_call(data)], end
 
 
-def _checked_call(data: dict) -> Call:
+def _checked_call(data: object) -> Call:
     """A call from parsed JSON; arguments may be a JSON object in a string, or be called parameters."""
+    if not isinstance(data, dict):
+        return Call("", {}, f"the call is {type(data).__name__}, expected a JSON object")
     name, arguments = data.get("name"), data.get("arguments", data.get("parameters", {}))
     if isinstance(arguments, str):
         try:

@@ -20,45 +20,57 @@ _COMMENT = re.compile(r"\A(?:\s+|--[^\n]*(?:\n|\Z)|/\*.*?\*/|\()*", re.DOTALL)
 
 
 def dsn_for(row: str) -> str:
-    """The connection string for the incident `row`; MinipsError where none is given or psycopg is missing."""
+    """The connection string for the incident `row`.
+
+    MinipsError where none is given, psycopg is missing, the database does not answer, or its role is a superuser, whose SELECT
+    could read and write the server's files.
+    """
     dsn = os.environ.get(DSN, "").strip()
     if not dsn:
         raise MinipsError(
             f"database_diagnosis asks a live PostgreSQL database: set {DSN} to its connection string; "
             "the task database_synthetic needs none and runs everywhere"
         )
-    _psycopg()
-    return dsn.replace("{id}", row)
+    dsn = dsn.replace("{id}", row)
+    _connect(dsn).close()
+    return dsn
 
 
 def run_query(dsn: str, sql: str) -> str:
     """The rows of one reading statement as text, fields parted by " | "; a fault comes back as a line that starts with "error:".
 
-    The transaction is read-only and undone, the time limited to TIMEOUT_MS, the rows to ROWS. Raises MinipsError where psycopg is
-    missing, the database does not answer, or its role is a superuser, whose SELECT could read and write the server's files.
+    The transaction is read-only and undone, the time limited to TIMEOUT_MS, the rows to ROWS. MinipsError as in `dsn_for`.
     """
     first = re.match(r"[A-Za-z]*", sql[_COMMENT.match(sql).end() :])[0].lower()
     if first not in _READING:
         return f"error: {first.upper() or 'this'} is not allowed; allowed: {', '.join(_READING).upper()}"
+    connection = _connect(dsn)
+    try:
+        with connection.cursor() as cursor:
+            return _table(cursor, sql)
+    except _psycopg().Error as error:
+        return f"error: {_line(error)}"
+    finally:
+        connection.close()  # without a commit: whatever it was is undone
+
+
+def _connect(dsn: str):
+    """A connection whose transactions only read, of a role that is no superuser."""
     psycopg = _psycopg()
     options = f"-c statement_timeout={TIMEOUT_MS} -c idle_in_transaction_session_timeout={2 * TIMEOUT_MS}"
     try:
         connection = psycopg.connect(dsn, connect_timeout=5, options=options)
+        connection.read_only = True
+        superuser = connection.execute("SELECT rolsuper FROM pg_roles WHERE rolname = session_user").fetchone()[0]
     except psycopg.Error as error:
         raise MinipsError(f"{DSN}: the database cannot be reached ({_line(error)})") from None
-    try:
-        connection.read_only = True
-        if connection.execute("SELECT rolsuper FROM pg_roles WHERE rolname = current_user").fetchone()[0]:
-            raise MinipsError(
-                f"{DSN}: its role is a superuser, expected one that only reads "
-                "(CREATE ROLE watcher LOGIN; GRANT pg_monitor, pg_read_all_data TO watcher)"
-            )
-        with connection.cursor() as cursor:
-            return _table(cursor, sql)
-    except psycopg.Error as error:
-        return f"error: {_line(error)}"
-    finally:
-        connection.close()  # without a commit: whatever it was is undone
+    if superuser:
+        connection.close()
+        raise MinipsError(
+            f"{DSN}: its role is a superuser, expected one that only reads "
+            "(CREATE ROLE watcher LOGIN; GRANT pg_monitor, pg_read_all_data TO watcher)"
+        )
+    return connection
 
 
 def _table(cursor, sql: str) -> str:
