@@ -204,6 +204,9 @@ def test_report_without_rows_or_without_anything(tmp_path):
     with pytest.raises(MinipsError, match="nothing to report; expected rows in preds.jsonl"):
         write_report(tmp_path)
     assert os.listdir(tmp_path) == []
+    (tmp_path / "sweep.json").write_text("[]")  # nothing fitted
+    with pytest.raises(MinipsError, match="nothing to report"):
+        write_report(tmp_path)
     add_measurements(tmp_path)
     text = write_report(tmp_path)[1].read_text()
     assert "## Attention shares" in text and "## Overview" not in text and "Worked samples" not in text
@@ -212,7 +215,7 @@ def test_report_without_rows_or_without_anything(tmp_path):
 @pytest.mark.parametrize("name, change, said", [
     ("sweep.json", lambda data: data[1].pop("m"), r"the file\[1\].m is None, expected an integer"),
     ("sweep.json", lambda data: data[0]["ttft"].pop("median"), r"\[0\].ttft is .*expected an object with a number as median"),
-    ("sweep.json", lambda data: data.clear(), "expected a list with at least one entry"),
+    ("self_check.json", lambda data: data.pop("cases"), "cases is None, expected a list"),
     ("attention.json", lambda data: data["sweep"][2]["branches"][1].append("x"), r"sweep\[2\].branches is .*expected lists of numbers"),
     ("attention.json", lambda data: data["sweep"][2]["branches"][1].append(0.1), r"sweep\[2\] has different numbers"),
     ("attention.json", lambda data: data["sweep"][0]["prefix"].pop(), r"sweep\[0\] has different numbers of layers"),

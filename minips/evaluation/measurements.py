@@ -1,6 +1,6 @@
 """What else a run folder may hold besides its rows, read and checked for the report and the plots.
 
-sweep.json: [{m, branch_tokens, method, ttft {median, p95, n}, end_to_end, peak_mb}], times in seconds.
+sweep.json: [{m, branch_tokens, method, ttft {median, p95, n}, end_to_end, peak_mb, kv_mb}], times in seconds.
 attention.json: {model, sweep: [{m, prefix [layer], self [layer], branches [layer][branch], entropy [layer], max_entropy}]}, shares of 1.
 self_check.json: {model, adapter, cases: [{m, rows, positions, kl_mean, kl_max, top1, mark, passed}]}, a case may have a name and a bound.
 """
@@ -39,6 +39,7 @@ _KINDS: dict[str, Callable[[object], bool]] = {
 _SWEEP = {
     "m": "an integer", "branch_tokens": "an integer", "method": "a string", "ttft": "an object with a number as median",
     "end_to_end": "a number or null", "peak_mb": "a number or null",
+    "kv_mb": "a number or null",
 }  # fmt: skip
 _ATTENTION = {
     "m": "an integer", "prefix": "a list of numbers", "self": "a list of numbers", "branches": "lists of numbers",
@@ -51,7 +52,7 @@ _CASE = {
 
 
 def read_sweep(folder: Path) -> list[dict] | None:
-    """The entries of sweep.json, None without it. An end_to_end given with its median is taken as that."""
+    """The entries of sweep.json (none where nothing fitted), None without it. An end_to_end given with its median is taken as that."""
     path = folder / SWEEP
     if not path.exists():
         return None
@@ -94,8 +95,8 @@ def _with_median(entry: object) -> object:
 
 def _checked(entries: object, fields: dict[str, str], path: Path, where: str) -> list[dict]:
     """A list of objects with these fields, or a refusal naming the entry and the field."""
-    if not isinstance(entries, list) or not entries:
-        raise MinipsError(f"{path}: {where} is {brief(entries)}, expected a list with at least one entry")
+    if not isinstance(entries, list):
+        raise MinipsError(f"{path}: {where} is {brief(entries)}, expected a list")
     for at, entry in enumerate(entries):
         if not isinstance(entry, dict):
             raise MinipsError(f"{path}: {where}[{at}] is {brief(entry)}, expected an object")

@@ -35,7 +35,7 @@ def write_report(folder: str | Path, baseline: str = "text") -> list[Path]:
     folder = Path(folder)
     sweep, attention, check = read_sweep(folder), read_attention(folder), read_self_check(folder)
     rows = read_rows(folder) if (folder / PREDS).exists() else []
-    if not rows and sweep is attention is check is None:
+    if not (rows or sweep or attention or check):
         raise MinipsError(f"{folder}: nothing to report; expected rows in {PREDS}, or sweep.json, attention.json or self_check.json")
     run = read_json(folder / RUN) if (folder / RUN).exists() else {}
     summary = summarise(rows, baseline)
@@ -44,8 +44,8 @@ def write_report(folder: str | Path, baseline: str = "text") -> list[Path]:
     blocks += [block for table in summary["tables"] for block in _task(table, baseline)]
     blocks += _by_m(summary["tables"])
     blocks += _timing(sweep) if sweep else []
-    blocks += _attention(attention) if attention else []
-    blocks += _self_check(check) if check else []
+    blocks += _attention(attention) if attention and attention["sweep"] else []
+    blocks += _self_check(check) if check and check["cases"] else []
     blocks += _plots(folder)
     blocks += _published(sweep or [])
     blocks += samples(rows)
@@ -199,8 +199,29 @@ def _timing(sweep: Sequence[dict]) -> list[Block]:
         ttft, ratio = entry["ttft"], _ratio(sweep, entry["m"], entry["branch_tokens"])
         costs = [_figure(ttft["median"], 3), _figure(ttft.get("p95"), 3), str(ttft.get("n", NONE)), _figure(entry.get("end_to_end"), 2)]
         faster = f"{ratio:.2f}" if ratio and entry["method"] == "parallel" else ""
-        rows.append((entry["method"], str(entry["m"]), str(entry["branch_tokens"]), *costs, _figure(entry.get("peak_mb"), 0), faster))
-    header = ("method", "m", "tokens a branch", "TTFT s, median", "p95", "runs", "end to end s", "peak MB", "text TTFT / parallel TTFT")
+        rows.append(
+            (
+                entry["method"],
+                str(entry["m"]),
+                str(entry["branch_tokens"]),
+                *costs,
+                _figure(entry.get("peak_mb"), 0),
+                _figure(entry.get("kv_mb"), 1),
+                faster,
+            )
+        )
+    header = (
+        "method",
+        "m",
+        "tokens a branch",
+        "TTFT s, median",
+        "p95",
+        "runs",
+        "end to end s",
+        "peak MB",
+        "cache MB",
+        "text TTFT / parallel TTFT",
+    )
     about = "TTFT: seconds from the synthesizer's call to its first token, the workers being done. End to end: workers and answer."
     return [Heading("Time and memory, measured here"), Text(about), Table(header, rows)]
 
