@@ -122,7 +122,8 @@ def _by_m(figure: Figure, tables: Sequence[dict], what: str) -> bool:
         axes.set(
             xlabel="workers m", ylabel=f"{_label(own[0]['metrics'][0])}, %" if what == "score" else "NLL, nats a token (lower is better)"
         )
-        axes.set_title(f"{_label(task)} ({min(t['rows'] for t in own)} rows)")
+        bare = any(found["low"] is None for name in names for _, found in _points(tables, task, name, what))
+        axes.set_title(f"{_label(task)} ({min(t['rows'] for t in own)} rows{', too few for intervals' if bare else ''})")
         axes.grid(alpha=0.3)
     _legend(figure, panels)
     figure.suptitle(f"{'Score' if what == 'score' else 'NLL of the reference answer'} as m grows, with 95% intervals")
