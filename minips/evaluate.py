@@ -51,7 +51,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--require-isolation", action="store_true", help="refuse tasks that run code unless every guard of the sandbox holds")
     more = parser.add_argument_group("beside the rows, each kept in --out for the report")
     add = more.add_argument
-    add("--self-check", action="store_true", help="merged caches against the plain sequence: KL and top-1 agreement; exit code 1 if a mark is missed")
+    add(
+        "--self-check",
+        action="store_true",
+        help="merged caches against the plain sequence: KL and top-1 agreement; exit code 1 if a mark is missed",
+    )
     add("--timing", metavar="L[,L]", help="TTFT, end to end and memory for each m of --workers and L tokens a branch")
     add("--attention", action="store_true", help="attention shares by layer for each m of --workers, on the first task")
     add("--report", action="store_true", help="only write the report of --out anew, from what is there")

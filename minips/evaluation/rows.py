@@ -37,9 +37,7 @@ def seed_of(*parts: object) -> int:
     return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big") >> 1
 
 
-def open_rows(
-    engine: Engine, task: Task, examples: Sequence[Example], workers: int, params: SamplingParams, seed: int
-) -> list[Row]:
+def open_rows(engine: Engine, task: Task, examples: Sequence[Example], workers: int, params: SamplingParams, seed: int) -> list[Row]:
     """Prefill, fork and decode (or encode the given passages of) all examples together, as one ragged batch.
 
     workers: how many workers an example gets that does not say so itself. params: of the workers; each draws from a stream of

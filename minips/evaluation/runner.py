@@ -69,8 +69,8 @@ class Plan:
         return SamplingParams(max_tokens=self.answer_tokens or task.answer_tokens)
 
     def arguments(self) -> dict:
-        """What must be the same for a run to be resumed."""
-        return {name: value for name, value in asdict(self).items() if name not in ("data", "batch")}
+        """What must be the same for a run to be resumed; more rows extend it, for a larger sample holds the smaller one."""
+        return {name: value for name, value in asdict(self).items() if name not in ("data", "rows", "batch")}
 
 
 def evaluate(

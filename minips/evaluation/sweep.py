@@ -83,9 +83,7 @@ def _branches(engine: Engine, m: int, length: int, seed: int) -> list[Branch]:
             raise
 
 
-def _measure(
-    engine: Engine, calls: dict[str, Callable], repeats: int, say: Callable[[str], None], where: str
-) -> dict[str, dict]:
+def _measure(engine: Engine, calls: dict[str, Callable], repeats: int, say: Callable[[str], None], where: str) -> dict[str, dict]:
     """Warm each call once, then alternate; the order turns round every time."""
     seconds: dict[str, list[tuple[float, float]]] = {}
     memory: dict[str, tuple[float, float]] = {}
