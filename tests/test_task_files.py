@@ -1,7 +1,6 @@
 """What the tasks read: files of a data folder, hub originals, samples of rows; and how broken ones are refused."""
 
 import gzip
-import json
 import shutil
 
 import huggingface_hub
@@ -64,6 +63,7 @@ BROKEN_ROWS = [
     ("gsm8k", "gsm8k/test", {"answer": "nineteen"}, "'answer' is 'nineteen', expected a solution that ends in ####"),
     ("gsm8k", "gsm8k/test", {"question": " "}, "'question' is ' ', expected text"),
     ("gsm8k", "gsm8k/test", {"question": None}, "'question' is None"),
+    ("gsm8k", "gsm8k/test", {"question": "half \ud83d"}, r"'half \ud83d', expected text"),
     ("math500", "math500/test", {"answer": 1.5}, "'answer' is 1.5, expected text"),
     ("olympiadbench", "olympiadbench/oe_to_maths_en_comp", {"final_answer": []}, "expected a list of text, at least one"),
     ("olympiadbench", "olympiadbench/oe_to_maths_en_comp", {"is_multiple_answer": "no"}, "expected true or false"),

@@ -67,7 +67,7 @@ class Row:
         name = next((name for name in names if name in self.fields), names[0])
         value = self.fields.get(name)
         value = str(value) if is_integer(value) else value
-        if not isinstance(value, str) or not value.strip():
+        if not _is_text(value):
             self.refuse(name, "text")
         return value
 
@@ -79,8 +79,8 @@ class Row:
     def items(self, name: str, kind: type) -> list:
         """A list of at least one value, all of type `kind`; texts must not be blank."""
         value = self.fields.get(name)
-        good = isinstance(value, list) and value and all(isinstance(item, kind) for item in value)
-        if not good or (kind is str and not all(item.strip() for item in value)):
+        good = isinstance(value, list) and value and all(_is_text(item) if kind is str else isinstance(item, kind) for item in value)
+        if not good:
             self.refuse(name, f"a list of {_KINDS[kind]}, at least one")
         return value
 
@@ -90,6 +90,11 @@ class Row:
         if not isinstance(value, kind):
             self.refuse(name, expected)
         return value
+
+
+def _is_text(value: object) -> bool:
+    """Text that is not blank and can be written as UTF-8 (JSON can hold halves of surrogate pairs)."""
+    return isinstance(value, str) and bool(value.strip()) and not any("\ud800" <= char <= "\udfff" for char in value)
 
 
 def read(source: Source, folder: Path | None) -> list[Row]:

@@ -224,7 +224,7 @@ def _task(
 _MATHS = {"metric": "accuracy", "score": score_maths, "extract": extract_maths}
 _NUMBER = {"metric": "accuracy", "score": score_number, "extract": extract_number}
 _CHOICE = {"metric": "accuracy", "score": score_choice, "extract": extract_choice, "answer_tokens": 256}
-_CODE = {"metric": "accuracy", "score": score_code, "extract": extract_code}
+_CODE = {"runs_code": True, "metric": "accuracy", "score": score_code, "extract": extract_code}
 
 TASKS = [
     _task("gsm8k", source=GSM8K, build=gsm8k, **_NUMBER),
