@@ -1,6 +1,7 @@
 """Multi-turn tool workers: parsing of calls, the loop over a batch of branches, and what the merge keeps of it."""
 
 import json
+from datetime import date
 
 import pytest
 
@@ -324,5 +325,6 @@ def test_wrong_arguments_are_refused():
 def test_prepare_puts_tools_and_roles_into_the_example():
     asked = Example("1", "q", "t", "u", ("a",), "a", worker_prompts=("look here", "look there"), system="Be kind.")
     made, boxes = prepare(asked, 2)
+    assert f"Today is {date.today().day} " in made.system
     assert made.system.startswith("Be kind.\n\n") and '"name": "calculator"' in made.system and len(boxes) == 2
     assert made.worker_prompts == ("Your part: look here", "Your part: look there") and made.prompt == asked.prompt

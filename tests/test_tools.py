@@ -214,9 +214,17 @@ def test_a_tool_that_raises_gives_an_error_line():
     assert box.run(Call("broken", {})) == "error: broken: two lines"
 
 
+def test_what_no_model_can_mend_ends_the_run():
+    def gone(arguments):
+        raise MinipsError("MINIPS_DSN: the database cannot be reached")
+
+    with pytest.raises(MinipsError, match="cannot be reached"):
+        Toolbox((Tool("query", "", {"type": "object", "properties": {}}, gone),)).run(Call("query", {}))
+
+
 def test_the_prompt_names_every_tool_and_the_day():
     text = agent_system(BOX, date(2025, 3, 4))
-    assert tool_prompt(BOX) in text and "Today is 4 March 2025." in text
+    assert tool_prompt(BOX) in text and "Today is 4 March 2025." in text and "Today" not in agent_system(BOX)
     assert all(f'"name": "{name}"' in text for name in ("echo", "view")) and "<tool_call>" in text
 
 

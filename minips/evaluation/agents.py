@@ -12,6 +12,7 @@ import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import date
 
 from ..config import SamplingParams
 from ..engine import Engine, params_for
@@ -87,12 +88,14 @@ class _Worker:
 
 
 def prepare(example: Example, workers: int) -> tuple[Example, list[Toolbox]]:
-    """An example as tool workers get it, and one toolbox a worker: tools and date in its system text, a role for each worker.
+    """An example as tool workers get it, and one toolbox a worker: the tools in its system text, a role for each worker.
 
+    The system text also says today's date, except for the diagnosis of a database, which is the same on every day.
     Raises MinipsError where the tools need what is not there (database_diagnosis without a database).
     """
     boxes = toolboxes(example, workers)
-    system = "\n\n".join(filter(None, (example.system, agent_system(boxes[0]))))
+    today = None if "root_causes" in example.meta else date.today()
+    system = "\n\n".join(filter(None, (example.system, agent_system(boxes[0], today))))
     prompts = tuple(f"Your part: {prompt}" for prompt in example.worker_prompts)
     return replace(example, system=system, worker_prompts=prompts), boxes
 

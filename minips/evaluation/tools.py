@@ -1,7 +1,6 @@
 """The tools of multi-turn workers: what one is, how it is called, a calculator, a file reader, and which tools an example has.
 
-A tool never raises at its caller: whatever goes wrong comes back as a result that starts with "error:", so that the model can
-mend its call. Every tool is bounded in time and in what it returns.
+What goes wrong in a call comes back as a result that starts with "error:", so that the model can mend its call. Every tool is bounded in time and in what it returns.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from datetime import date
 from pathlib import Path
 
 from ..config import is_integer
-from ..errors import brief
+from ..errors import MinipsError, brief
 from .calculator import calculate
 from .example import Example
 from .postgres import dsn_for, run_query
@@ -60,7 +59,7 @@ class Toolbox:
     first_call: Call | None = None
 
     def run(self, call: Call) -> str:
-        """The result of a call, or a line that starts with "error:"; never an exception."""
+        """The result of a call, or a line that starts with "error:". Only MinipsError passes: what no model can mend (a lost database)."""
         if call.error:
             return f"error: {call.error}"
         tool = next((tool for tool in self.tools if tool.name == call.name), None)
@@ -71,6 +70,8 @@ class Toolbox:
             return f"error: {tool.name}: {fault}"
         try:
             return tool.run(arguments)
+        except MinipsError:
+            raise
         except Exception as error:  # noqa: BLE001 - the worker goes on: it is told of the failure
             return f"error: {tool.name}: {' '.join(str(error).split()) or type(error).__name__}"
 
@@ -129,9 +130,9 @@ def tool_prompt(toolbox: Toolbox) -> str:
 
 
 def agent_system(toolbox: Toolbox, today: date | None = None) -> str:
-    """System text of tool workers: the tools, and the date of `today` (default: the day of the run)."""
-    day = today or date.today()
-    return f"You solve tasks step by step. Today is {day.day} {day:%B %Y}.\n\n{tool_prompt(toolbox)}"
+    """System text of tool workers: what they are for, the date where one is given, and the tools."""
+    day = f" Today is {today.day} {today:%B %Y}." if today else ""
+    return f"You solve tasks step by step.{day}\n\n{tool_prompt(toolbox)}"
 
 
 # The tools
