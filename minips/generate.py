@@ -161,7 +161,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     for name, value in vars(args).items():
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str):
-                check_text(text, "TASK" if name == "task" else flag(name))
+                check_text(text, "TASK" if name == "task" else flag(name), empty=name not in ("model", "adapter", "workflow"))
     for name, places in PLACES.items():
         value, (group, _, field) = getattr(args, name), places[0].rpartition(".")
         if value is not None and group in ("sampling", "synthesizer.sampling", "engine"):

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from minips.generate import main
+from minips.record import RECORD_FIELDS
 
 TASK = "Name one way to keep a house cool."
 SHORT = ["--workers", "2", "--worker-tokens", "12", "--max-tokens", "12"]
@@ -29,19 +30,19 @@ def run(capsys, *argv):
         (["x", "--workers", "0"], "--workers is 0"),
         (["x", "--workers", "-3"], "--workers is -3"),
         (["x", "--workers", "3", "--worker-prompt", "a"], "--workers is 3, but --worker-prompt was given 1 times"),
-        (["x", "--temperature", "-1"], "temperature is -1.0"),
-        (["x", "--temperature", "nan"], "temperature is nan"),
-        (["x", "--answer-temperature", "-2"], "temperature is -2.0"),
-        (["x", "--top-p", "1.5"], "top_p is 1.5"),
-        (["x", "--top-k", "-1"], "top_k is -1"),
-        (["x", "--min-p", "7"], "min_p is 7"),
-        (["x", "--repetition-penalty", "0"], "repetition_penalty is 0"),
-        (["x", "--seed", "-1"], "seed is -1"),
-        (["x", "--max-tokens", "0"], "max_tokens is 0"),
-        (["x", "--worker-tokens", "0"], "max_tokens is 0"),
-        (["x", "--stop", ""], "stop is"),
+        (["x", "--temperature", "-1"], "--temperature is -1.0"),
+        (["x", "--temperature", "nan"], "--temperature is nan"),
+        (["x", "--answer-temperature", "-2"], "--answer-temperature is -2.0"),
+        (["x", "--top-p", "1.5"], "--top-p is 1.5"),
+        (["x", "--top-k", "-1"], "--top-k is -1"),
+        (["x", "--min-p", "7"], "--min-p is 7"),
+        (["x", "--repetition-penalty", "0"], "--repetition-penalty is 0"),
+        (["x", "--seed", "-1"], "--seed is -1"),
+        (["x", "--max-tokens", "0"], "--max-tokens is 0"),
+        (["x", "--worker-tokens", "0"], "--worker-tokens is 0"),
+        (["x", "--stop", ""], "--stop is"),
         (["x", "--model", "/no/such/folder"], "/no/such/folder"),
-        (["x", "--model", ""], "name is empty"),
+        (["x", "--model", ""], "--model is empty"),
         (["x", "--model", "nonsense"], "'nonsense' was not found"),
         (["x", "--model", "{empty}"], "config.json: no such file"),
         (["x", "--model", "{file}"], "is a file, expected a model folder"),
@@ -60,7 +61,8 @@ def test_mistakes_give_one_line_and_exit_code_1(capsys, tmp_path, argv, message)
 def test_bad_usage_is_exit_code_2(capsys, argv):
     with pytest.raises(SystemExit) as stop:
         main(argv)
-    assert stop.value.code == 2 and "usage:" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and err.count("\n") == 1 and err.endswith("; --help lists the arguments\n")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +71,7 @@ def test_bad_usage_is_exit_code_2(capsys, argv):
         (["--dtype", "float8"], "dtype is 'float8'"),
         (["--device", "abacus"], "device is 'abacus'"),
         (["--device", "cuda:7"], "cuda:7"),
-        (["--page-size", "0"], "page_size is 0"),
+        (["--page-size", "0"], "--page-size is 0"),
         (["--max-kv-tokens", "100"], "a run of 2 workers and a synthesizer needs"),
         (["--workers", "5000"], "a run of 5000 workers and a synthesizer needs"),
         (["--adapter", "nonsense"], "adapter 'nonsense' was not found"),
@@ -94,17 +96,18 @@ def test_the_answer_alone_goes_to_stdout(capsys, default_model):
     assert code == 0 and quiet == answer and err == ""
 
 
-@pytest.mark.parametrize("method", ["parallel", "text"])
-def test_json_is_one_object_that_repeats_the_run(capsys, default_model, method):
+def test_json_is_one_object_that_holds_everything(capsys, default_model):
     prompts = ["--worker-prompt", "Think of plants.", "--worker-prompt", "Think of windows."]
-    argv = [TASK, "--method", method, "--json", "--quiet", *SHORT[2:], *prompts, "--stop", "zzz"]
+    argv = [TASK, "--json", "--quiet", *SHORT[2:], *prompts, "--stop", "zzz"]
     code, out, err = run(capsys, *argv)
     found = json.loads(out)
-    assert code == 0 and err == "" and found["method"] == method and found["worker_prompts"] == ["Think of plants.", "Think of windows."]
-    assert found["answer"] and len(found["workers"]) == 2 and found["params"]["stop"] == ["zzz"]
-    assert found["ttft"] > 0 and set(found["timings"]) == {"rerotate", "map", "prefill", "first_token", "decode"}
-    again = json.loads(run(capsys, *argv)[1])
-    assert again["token_ids"] == found["token_ids"] and again["workers"] == found["workers"]
+    assert code == 0 and err == "" and found["method"] == "parallel" and set(found) == set(RECORD_FIELDS)
+    workflow = found["workflow"]
+    assert workflow["branches"] == [{"prompt": "Think of plants."}, {"prompt": "Think of windows."}]
+    assert found["answer"] and len(found["workers"]) == 2 and workflow["synthesizer"]["sampling"]["stop"] == ["zzz"]
+    parts = {"prefix", "workers", "total", "rerotate", "map", "prefill", "first_token", "decode"}
+    assert found["ttft"] > 0 and set(found["timings"]) == parts and found["seeds"] == {"workers": [[0], [1]], "answer": 0}
+    assert found["model"]["dtype"] == "bfloat16" and workflow["engine"]["page_size"] == found["model"]["page_size"] == 16
     other = json.loads(run(capsys, *argv, "--seed", "7")[1])
     assert other["workers"] != found["workers"]
 
@@ -162,7 +165,7 @@ def test_a_full_disk_a_poor_terminal_and_a_closed_stderr(default_model):
     environment = {**os.environ, "PYTHONPATH": os.getcwd(), "PYTHONIOENCODING": "ascii"}
     shell = f"{sys.executable} -m minips.generate 'hi' --system '\U0001f600' --json {' '.join(SHORT)} 2>&-"
     done = subprocess.run(["bash", "-c", shell], env=environment, stdout=subprocess.PIPE, text=True, timeout=120)
-    assert done.returncode == 0 and json.loads(done.stdout)["system"]
+    assert done.returncode == 0 and json.loads(done.stdout)["workflow"]["system"]
 
 
 def test_ctrl_c_during_start_up_is_clean_too(default_model):

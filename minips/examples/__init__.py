@@ -1,0 +1,1 @@
+"""Packaged workflows, and graphs that show one synthesis step beside its text form."""
