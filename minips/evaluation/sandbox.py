@@ -3,7 +3,7 @@
     result = run_code("def f(x): return x + 1", tests="assert f(1) == 2", entry_point="f")
     result.passed, result.reason, result.isolation
 
-`sandbox_child.py` is the program inside. What is promised on Linux as root or where unprivileged user namespaces are allowed:
+The folder `inside` is the program that does it. What is promised on Linux as root or where unprivileged user namespaces are allowed:
 the code runs as an unprivileged user, sees no network and no foreign process, finds every file system read-only but for a small
 empty one in memory, cannot gain privileges, has limits on processor time, address space, files and processes, and nothing that
 it started outlives the run. `RunResult.isolation` says which of these held; on other systems limits, a stripped environment, an
@@ -26,9 +26,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ..errors import MinipsError
-from .sandbox_child import descendants
+from .inside.isolation import WALL, descendants
 
-_CHILD = Path(__file__).with_name("sandbox_child.py")
+_INSIDE = Path(__file__).with_name("inside")
 _GRACE = 30.0  # seconds that interpreter and isolation may take beside the code's own time
 _ENVIRONMENT = {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
@@ -37,7 +37,7 @@ _ENVIRONMENT = {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "
 class Limits:
     """Of each process: memory (address space) and file_size in bytes, open_files. Of the user: processes."""
 
-    memory: int = 1 << 30
+    memory: int = 2 << 30
     file_size: int = 16 << 20
     open_files: int = 64
     processes: int = 32
@@ -57,23 +57,23 @@ class RunResult:
     isolation: dict[str, bool] = field(default_factory=dict)
 
 
-def run_code(
-    source: str, *, tests: str, entry_point: str | None = None, timeout: float = 10.0, limits: Limits = Limits()
-) -> RunResult:
+def run_code(source: str, *, tests: str, entry_point: str | None = None, timeout: float = 10.0, limits: Limits = Limits()) -> RunResult:
     """Run `source`, then `tests` against its functions. Never raises for anything that the code does.
 
     tests: Python that raises where the code is wrong; it calls the code's functions by name. If it defines check(candidate),
     that is called with the function `entry_point`. Arguments and results travel as plain data (numbers, text, containers,
     numpy arrays); changes that the code makes to its arguments are not seen by the tests. Empty tests: the code must only run.
-    entry_point: the function that the code must define. timeout: seconds for code and tests together, start-up not counted.
+    entry_point: the function that the code must define. timeout: seconds of processor time of the code, rounded up; by the
+    clock, code and tests together may take four times as long, so that a busy machine does not change a verdict.
     """
     if not (isinstance(timeout, (int, float)) and 0 < timeout < math.inf):
         raise MinipsError(f"timeout is {timeout!r}, expected a positive number of seconds")
     job = json.dumps({"source": source, "tests": tests, "entry_point": entry_point, "timeout": timeout}).encode()
-    inside = {**asdict(limits), "cpu": math.ceil(timeout) + 1}
+    inside = {**asdict(limits), "cpu": math.ceil(timeout)}
+    deadline = WALL * timeout + _GRACE
     with tempfile.TemporaryDirectory(prefix="minips-run-", ignore_cleanup_errors=True) as folder:
         process = subprocess.Popen(
-            [sys.executable, "-I", str(_CHILD), folder, json.dumps(inside)],
+            [sys.executable, "-I", str(_INSIDE), folder, json.dumps(inside)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -82,7 +82,7 @@ def run_code(
             start_new_session=True,
         )
         try:
-            answer, _ = process.communicate(job, timeout + _GRACE)
+            answer, _ = process.communicate(job, deadline)
         except subprocess.TimeoutExpired:
             answer = b""
         finally:
@@ -90,7 +90,7 @@ def run_code(
     try:
         verdict = json.loads(answer)
     except ValueError:
-        return RunResult(False, f"no verdict within {timeout + _GRACE:g} s", timeout + _GRACE)
+        return RunResult(False, f"no verdict within {deadline:g} s", deadline)
     if "broken" in verdict:
         raise MinipsError(f"the sandbox could not be set up: {verdict['broken']}")
     return RunResult(**verdict)
