@@ -47,7 +47,11 @@ def tests_from_inputs(row: Mapping) -> str:
             raise MinipsError(f"the row {row.get('task_id', '')} has no field {name}, expected inputs and a canonical solution")
     entry, shown = row["entry_point"], _calls(row.get("assertion", ""), row["entry_point"])
     kind = "root" if entry == "find_zero" else _comparison(row.get("assertion", ""), entry)
-    inputs = [[_number(arg, shown, at) for at, arg in enumerate(_as_shown(args, shown))] for args in [*row["base_input"], *(row["plus_input"] or ())] if args != _TOO_LARGE]
+    inputs = [
+        [_number(arg, shown, at) for at, arg in enumerate(_as_shown(args, shown))]
+        for args in [*row["base_input"], *(row["plus_input"] or ())]
+        if args != _TOO_LARGE
+    ]
     lines = [
         f"expected = {{}}\nexec({row['prompt'] + row['canonical_solution']!r}, expected)",
         f"inputs = {inputs!r}\n",
