@@ -244,10 +244,17 @@ def test_results_are_capped_and_cannot_close_their_tag():
 
 
 def test_results_shrink_to_the_context_and_end_it_where_even_that_is_too_long():
-    engine = engine_of(script=lambda index, turn, prompt: BIG_CALL, positions=1024)
+    prompts = []
+
+    def script(index, turn, prompt):
+        prompts.append(prompt)
+        return BIG_CALL
+
+    engine = engine_of(script=script, positions=1024)
     [branch] = fork(engine, 1)
     [trace] = run_agents(engine, [branch], [big_box("y" * 50_000)], PARAMS)
-    assert trace.finish_reason in ("turns", "context") and 1 < len(trace.turns) < 5
+    assert trace.finish_reason == "turns" and 1 < len(trace.turns) < 5  # fewer than allowed, and the last one was told
+    assert [LAST_TURN in prompt for prompt in prompts] == [False] * (len(prompts) - 1) + [True]
     assert all(len(turn.results[0]) < RESULT_CHARACTERS // 3 for turn in trace.turns[:-1]) and not trace.turns[-1].results
     assert trace.text == branch.text == BIG_CALL and branch.next_position + 64 <= 1024
     engine = engine_of(script=lambda index, turn, prompt: BIG_CALL, positions=256)

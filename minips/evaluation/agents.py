@@ -193,7 +193,8 @@ def _run_calls(engine: Engine, worker: _Worker, last: bool) -> None:
     for characters in (RESULT_CHARACTERS, RESULT_CHARACTERS // 4, RESULT_CHARACTERS // 16):
         shown = [_shortened(result, characters) for result in results]
         ids, room = _message_ids(engine, branch, shown, last)
-        worker.last = last or room < 2 * reserve  # no room for a turn after the next
+        # a turn after the next would need room for two answers and at least one short result
+        worker.last = last or room < 2 * reserve + RESULT_CHARACTERS // 16
         if worker.last and not last:
             ids, room = _message_ids(engine, branch, shown, True)
         if room >= reserve:
