@@ -11,7 +11,7 @@ LAYERS = [
     {"kv_cache", "model", "lora", "mapper"},
     {"prompts", "decoding", "answering", "engine", "adapter", "cuda_graph"},
     {"transform", "merge", "synthesis"},
-    {"training", "evaluation"},
+    {"training", "evaluation", "screen", "screen_live", "workflow", "workflow_checks", "running", "record", "chat_loop"},
     {"generate", "convert", "adapters", "train", "distill", "evaluate"},
 ]
 SAME_LAYER = {
@@ -20,6 +20,8 @@ SAME_LAYER = {
     ("answering", "decoding"), ("engine", "answering"), ("engine", "prompts"), ("engine", "decoding"), ("engine", "cuda_graph"),
     ("answering", "engine"),  # for type checkers only
     ("synthesis", "merge"), ("merge", "transform"), ("lora", "model"),
+    ("screen", "screen_live"), ("screen_live", "screen"), ("workflow", "workflow_checks"), ("running", "screen"), ("running", "workflow"),
+    ("record", "running"), ("record", "workflow"), ("record", "workflow_checks"), ("chat_loop", "screen"),
 }  # fmt: skip
 
 
@@ -36,7 +38,8 @@ def imports(path):
                 yield parts[0]
                 continue
             module = (node.module or "").removeprefix("minips").lstrip(".")
-            yield from [module.split(".")[0]] if module else [alias.name for alias in node.names]
+            names = [module.split(".")[0]] if module else [alias.name for alias in node.names]
+            yield from (name for name in names if name != "__version__")
         elif isinstance(node, ast.Import):
             yield from (alias.name.split(".")[1] for alias in node.names if alias.name.startswith("minips."))
 
