@@ -156,7 +156,7 @@ def test_the_target_scores_full_marks_and_a_wrong_answer_none(by_name):
 def test_tool_workers_diagnose_with_the_default_model(default_model, by_name, workers):
     """End to end: the workers of two incidents in one batch, the first call made for them, then free turns, then the answer."""
     task = by_name["database_synthetic_tools"]
-    engine = Engine.from_pretrained(default_model, dtype="float32", max_kv_tokens=16_000)
+    engine = Engine.from_pretrained(default_model, max_kv_tokens=16_000)
     examples = task.load(None, workers, 0)[:2]
     if workers == 1:  # less to read, so that the test is quick
         examples = [replace(example, prefix="Why is this database slow?", prompt="Name the cause.") for example in examples]
