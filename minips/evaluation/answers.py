@@ -15,7 +15,7 @@ _BOX = re.compile(r"\\(?:boxed|fbox|box)\s*")
 _BETWEEN_BOXES = re.compile(r"[\s$,;.]*(?:and|or|\\text\{\s*(?:and|or)\s*\})?[\s$,;]*", re.IGNORECASE)
 _PHRASE = re.compile(
     r"(?:(?:final|correct|right|best)\s+)?(?:answer|option|choice)(?:\s+(?:to\s+[\w\s]{1,40}|for\s+[\w\s]{1,40}))?\**\s*"
-    r"(?:\bis\b\s*(?:therefore|thus|just|simply|that|option|choice)?|\bwould be\b|[:=])\s*[:\-]?\s*\**\s*",
+    r"(?:\bis\b\s*(?:therefore|thus|just|simply|that|option|choice)?|\bwould be\b|[:=])\s*(?::|-(?=\s))?\s*\**\s*",
     re.IGNORECASE,
 )
 _NUMBER = re.compile(
@@ -154,7 +154,7 @@ def maths(text: str) -> str | None:
     text = after_thinking(text)
     if marked := boxed(text) or tagged(text):
         return marked
-    formula = re.compile(r"\$\$(.+?)\$\$|\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+    formula = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$((?:[^$\\]|\\.)+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
     if line := phrased(text):
         if (inside := formula.match(line)) and (content := next(filter(None, inside.groups()), "").strip()):
             return content
@@ -162,7 +162,7 @@ def maths(text: str) -> str | None:
     found = [next(filter(None, match.groups()), "").strip() for match in formula.finditer(text)]
     if found and found[-1]:
         return found[-1]
-    if len(text) <= 80 and (line := last_line(text)):
+    if len(text) <= 80 and (line := last_line(text)) and "\\boxed" not in line:
         return line
     every = numbers_in(text)
     return str(every[-1]) if every else None

@@ -33,7 +33,7 @@ _OPEN, _CLOSE = "([{⦃", ")]}⦄"
 
 def tidied(text: str) -> str:
     """One way of writing: no dollar signs, no spacing commands, one symbol for each relation, names without \\text."""
-    text = text[:MOST_CHARACTERS].replace("\n", " ")
+    text = text[:MOST_CHARACTERS].replace("\n", " ").replace("\\\\", "⏎")
     text = re.sub(r"(\d)(?:\{,\}|,\s*\\!)\s*(?=\d{3})", r"\1", text)
     text = re.sub(r"\\\$|\$|\\[()]|\\\[|\\\]|\*\*|[€£]", "", text)
     text = _SPACING.sub(" ", text)
@@ -60,10 +60,14 @@ def _named(found: re.Match) -> str:
 
 
 def without_unit(text: str) -> str:
-    """A number without the words behind it: 18 dollars, 12 km/h, 15 cm^2."""
+    """A number without the words behind it: 18 dollars, 12 km/h, 15 cm^2, 5 m; single letters only behind a bare number."""
     found = _UNIT.match(text)
     words = re.findall("[A-Za-z]+", found[2]) if found else []
-    return found[1].strip() if words and not WORDS.intersection(words) else text
+    if not words or WORDS.intersection(words) or any(word.isupper() for word in words[:1]):
+        return text
+    if len(words[0]) == 1 and not re.fullmatch(r"[-\d.,]+\s+[msghlt](?:\b.*)?", text):
+        return text
+    return found[1].strip()
 
 
 def split(text: str, separators: str) -> list[str]:
@@ -94,7 +98,7 @@ def read(text: str) -> tuple:
     """A tidied answer as a tree: (kind, ...) with kind set, tuple, union, matrix, equation, base, or expression."""
     text = text.strip()
     if matrix := re.fullmatch(r"\\begin\{(\w*matrix|array)\}(?:\{[clr|]*\})?(.*?)\\end\{\1\}", text, re.DOTALL):
-        rows = [row for row in matrix[2].split("\\\\") if row.strip()]
+        rows = [row for row in matrix[2].split("⏎") if row.strip()]
         return ("matrix", tuple(tuple(read(cell) for cell in row.split("&")) for row in rows))
     if "∈" in text:
         text = text.split("∈")[-1].strip()
@@ -165,8 +169,8 @@ def equal(answer: tuple, reference: tuple, tolerance: float | None = None) -> bo
         if one[0] == "equation" and _LABEL.fullmatch(one[1]):
             bare = read(one[2])
             return equal(bare, two, tolerance) if one is answer else equal(two, bare, tolerance)
-        if one[0] == "set" and len(one[1]) == 1 and two[0] != "set":
-            return equal(one[1][0], two, tolerance)
+        if one[0] == "set" and one[1] and two[0] != "set":  # one answer in several forms
+            return all(equal(part, two, tolerance) for part in one[1])
         if one[0] == "matrix" and two[0] == "tuple" and all(len(row) == 1 for row in one[1]):
             return _all_equal([row[0] for row in one[1]], two[2], tolerance)
         if one[0] == "base" and two[0] == "expression":
