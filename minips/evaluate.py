@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -208,10 +209,11 @@ def show_list() -> int:
 
     print("tasks (metric; default number of workers):")
     for item in TASKS.values():
-        print(f"  {item.name:<20} {item.metric:<10} {item.workers:>2}  {item.source}")
+        print(f"  {item.name:<24} {item.metric:<9} {item.workers:>2}")
+        print(textwrap.fill(item.source, 100, initial_indent=" " * 6, subsequent_indent=" " * 6))
     print("methods:")
     for name, (_, about) in METHODS.items():
-        print(f"  {name:<20} {about}")
+        print(f"  {name:<24} {about}")
     return 0
 
 

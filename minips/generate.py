@@ -269,6 +269,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.task is None and args.workflow is None and not args.interactive:
         parser.error("TASK is missing")
+    if sys.stdout is None:
+        parser.exit(1, "minips: error: standard output is closed, so the answer has nowhere to go\n")
     if sys.stderr is None:  # closed by the caller: print would fall back to stdout
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):

@@ -71,7 +71,8 @@ def run_workflow(engine: Engine, synthesizer: Synthesizer, data: dict, screen: S
     with engine.prefill(data["prefix"], system=data["system"]) as root:
         seconds = {"prefix": time.perf_counter() - started}
         told = sum(turn.params.max_tokens for worker in workers for turn in worker.turns if turn.output is None)
-        screen.note(f"{len(workers)} workers, {root.num_tokens} tokens of shared prefix, up to {told} tokens together")
+        room = f"up to {told} tokens together" if told else "their outputs are given"
+        screen.note(f"{len(workers)} workers, {root.num_tokens} tokens of shared prefix, {room}")
         try:
             mark = time.perf_counter()
             branches += engine.fork(root, [worker.turns[0].prompt for worker in workers])

@@ -157,7 +157,7 @@ def test_comparison_against_sums_by_hand():
 
 def test_attention_without_preferences_is_shared_by_length():
     engine = text_engine()
-    for layer in engine.model.layers:
+    for layer in engine.model.model.layers:
         layer.self_attn.q_proj.weight.data.zero_()
     row = open_rows(engine, task_of(EXAMPLES), EXAMPLES[:1], 3, SamplingParams(max_tokens=4), 0)[0]
     with Synthesizer(engine).merge(row.branches, consume=False) as context:

@@ -193,7 +193,7 @@ def test_room_is_refused_before_the_first_forward():
             {**IDS, "branches": [{"count": 60, "prompt": OWNS[0], "sampling": {"max_tokens": 4}}]},
             "a run of 60 workers and a synthesizer needs",
         ),
-        ({**IDS, "branches": [{"turns": [{"output": prompt_ids(200)}, {"prompt": prompt_ids(60)}]}]}, "a worker needs"),
+        ({**IDS, "branches": [{"turns": [{"prompt": OWNS[0], "output": prompt_ids(200)}, {"prompt": prompt_ids(60)}]}]}, "a worker needs"),
     ):
         with pytest.raises(MinipsError, match=message):
             run(engine, data)

@@ -19,7 +19,7 @@ _PHRASE = re.compile(
     re.IGNORECASE,
 )
 _NUMBER = re.compile(
-    r"(?P<sign>(?<![\w.)\]])-\s?)?[$€£]?\s?(?P<minus>-)?"
+    r"(?P<sign>(?<![\w.)\]])-\s?)?(?:[$€£]\s?(?P<minus>-)?)?\s?"
     r"(?:(?P<whole>\d{1,3}(?:,\d{3})+|\d+)(?:\s+(?P<mixed>\d+/\d+)|/(?P<under>\d+)(?![\d/])|(?P<part>\.\d+)?(?P<power>[eE][+-]?\d{1,3}\b)?)|(?P<bare>\.\d+))"
 )
 
@@ -224,7 +224,7 @@ def _leading(text: str, labels: Sequence[str]) -> str | None:
 
 def _in_sentence(text: str, labels: Sequence[str]) -> str | None:
     """The last label that stands in brackets or behind "option", or as a single capital at the end of a sentence."""
-    pattern = rf"\(({_any(labels)})\)|\b(?:option|choice|letter)\s+\**\(?({_any(labels)})\b|\*\*({_any(labels)})\b[.:)]?"
+    pattern = rf"\(({_any(labels)})\)|\b(?i:option|choice|letter)\s+\**\(?({_any(labels)})\b|\*\*({_any(labels)})\b[.:)]?"
     pattern += rf"|(?<![\w'.])({_any([label for label in labels if not label.isdigit()])})(?=\s*[.!]?\s*(?:$|\n))"
     found = [next(filter(None, match.groups())) for match in re.finditer(pattern, text)]
     return found[-1] if found else None
@@ -274,13 +274,12 @@ def yes_or_no(text: str) -> str | None:
     """yes or no: what the marked answer or the text begins with, else the last of the two words."""
     text = after_thinking(text)
     for part in (tagged(text) or boxed(text), phrased(text), text):
-        words = re.findall(r"[a-z]+", (part or "").casefold())
+        words = re.findall(r"[a-z]+", re.sub(r"\\[A-Za-z]+", " ", part or "").casefold())
         if words and words[0] in _YES_NO:
             return _YES_NO[words[0]]
     if found := re.findall(r"(?<![a-z])(yes|no|true|false)(?=\s*(?:[.,!;:*)]|$))", text.casefold(), re.MULTILINE):
         return _YES_NO[found[-1]]
-    words = [word for word in re.findall(r"[a-z]+", text.casefold()) if word == "yes"]
-    return "yes" if words else None
+    return "yes" if re.search(r"\byes\b", text.casefold()) else None
 
 
 _YES_NO = {"yes": "yes", "true": "yes", "no": "no", "false": "no"}

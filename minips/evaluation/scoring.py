@@ -259,7 +259,7 @@ def extract_exact(text: str, example: Example, rules: str = "minips") -> str | N
     _official(rules)
     text = answers.after_thinking(text)
     key = re.search(r"(?<![\w-])[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}(?![\w-])", text)
-    return key[0].lower() if key else answers.short(text)
+    return key[0].lower() if key else answers.short(text) or text or None
 
 
 def score_exact(text: str, example: Example, rules: str = "minips") -> Scores:

@@ -13,7 +13,6 @@ from .scoring import extract_choice, extract_code, extract_maths, extract_number
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 SCIENCE = ("biology", "chemistry", "physics")  # of MMLU-Pro
-CODE_SECONDS = 10.0  # of one answer's tests, as in the release
 SHOWN_TESTS = 3  # of MBPP+
 
 
@@ -92,7 +91,7 @@ def gsm8k(row: Row, seed: int) -> Example:
     steps = len(re.findall(r"<<.*?>>", solution))
     question = row.text("question")
     prefix, prompt = prompts.maths(question, "the final number")
-    return Example(row.id, question, prefix, prompt, (answer,), _boxed(answer), group=f"{steps} steps")
+    return Example(row.id, question, prefix, prompt, (answer,), _boxed(answer), group=f"{steps} steps", meta={"solution": solution})
 
 
 def math500(row: Row, seed: int) -> Example:
@@ -131,7 +130,7 @@ def aime(row: Row, seed: int) -> Example:
     if not re.fullmatch(r"\d{1,3}", answer):
         row.refuse("answer", "a whole number from 0 to 999")
     prefix, prompt = prompts.maths(problem, "the final whole number")
-    return Example(row.id, problem, prefix, prompt, (answer,), _boxed(answer))
+    return Example(row.id, problem, prefix, prompt, (answer,), _boxed(answer), meta={"integer": True})
 
 
 # Multiple choice
@@ -201,7 +200,7 @@ def humanevalplus(row: Row, seed: int) -> Example:
     stub, name = row.text("prompt"), row.text("entry_point")
     prefix, prompt = prompts.function_stub(stub)
     solution = prompts.python_block(stub + row.text("canonical_solution"))
-    meta = {"tests": row.text("test"), "entry_point": name, "imports": "", "timeout": CODE_SECONDS}
+    meta = {"tests": row.text("test"), "entry_point": name, "stub": stub}
     return Example(row.id, stub, prefix, prompt, (solution,), solution, meta=meta)
 
 
@@ -211,7 +210,7 @@ def mbppplus(row: Row, seed: int) -> Example:
     imports = row.get("test_imports", list, "a list of import lines")
     prefix, prompt = prompts.function_described(description, row.items("test_list", str)[:SHOWN_TESTS])
     solution = prompts.python_block(row.text("code"))
-    meta = {"tests": row.text("test"), "entry_point": None, "imports": "\n".join(map(str, imports)), "timeout": CODE_SECONDS}
+    meta = {"tests": row.text("test"), "imports": "\n".join(map(str, imports))}
     return Example(row.id, description, prefix, prompt, (solution,), solution, meta=meta)
 
 
