@@ -8,6 +8,7 @@ described in `minips/examples/workflow.schema.json`.
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import secrets
 from dataclasses import dataclass, fields
@@ -212,12 +213,7 @@ def _with_seeds(data: dict) -> dict:
 
 
 def workers_of(data: dict) -> list[Worker]:
-    """What each worker of a completed workflow does, in order.
-
-    Seeds count up from the one given, over the workers and then over their turns, so that no two draw alike; from a
-    branch's own seed over its `count` copies. A row of `engine.decode` gets its seed as it stands here.
-    """
-    total = sum(branch.get("count", 1) for branch in data["branches"])
+    """What each worker of a completed workflow does, in order. A row of `engine.decode` gets its seed as it stands here."""
     workers: list[Worker] = []
     for branch in data["branches"]:
         count = branch.get("count", 1)
@@ -226,9 +222,20 @@ def workers_of(data: dict) -> list[Worker]:
             for index, turn in enumerate(branch.get("turns", [branch])):
                 shared, own = branch.get("sampling", {}), turn.get("sampling", {}) if turn is not branch else {}
                 values = {**data["sampling"], **shared, **own}
-                offset = copy if "seed" in own else copy + index * count if "seed" in shared else len(workers) + index * total
-                values["seed"] = (values["seed"] + offset) % 2**63
+                draw = (copy, 0) if "seed" in own else (copy, index) if "seed" in shared else (len(workers), index)
+                values["seed"] = spread(values["seed"], *draw)
                 turns.append(Turn(turn.get("prompt", ""), SamplingParams(**values), turn.get("output")))
             label = branch.get("label") or f"worker {len(workers) + 1}"
             workers.append(Worker(f"{label} {copy + 1}" if count > 1 and branch.get("label") else label, tuple(turns)))
     return workers
+
+
+def spread(seed: int, worker: int, turn: int) -> int:
+    """The seed of one turn of one worker: the first of both draws from `seed` as given, all others from seeds derived from it.
+
+    Derived, not counted up: runs with neighbouring seeds would share most of their workers. `worker` counts all workers, or the copies
+    of a branch where the branch or the turn brings the seed. 53 bits, which every reader of JSON takes for an integer.
+    """
+    if worker == turn == 0:
+        return seed
+    return int.from_bytes(hashlib.sha256(f"{seed} {worker} {turn}".encode()).digest()[:8], "big") >> 11

@@ -11,7 +11,7 @@ from minips.examples import __path__ as examples_path
 from minips.results import WorkerOutput
 from minips.running import SUMMARY_PROMPT, Span, run_workflow, vote, with_summaries
 from minips.screen import Screen
-from minips.workflow import EXAMPLES, TOP_FIELDS, complete, example_names, read_workflow, workers_of
+from minips.workflow import EXAMPLES, TOP_FIELDS, complete, example_names, read_workflow, spread, workers_of
 from minips.workflow_checks import (
     BRANCH_FIELDS,
     ENGINE_FIELDS,
@@ -139,11 +139,19 @@ def test_the_examples_are_there_and_complete():
     assert depths == {1, 2, 3}
 
 
-def test_seeds_count_up_and_chance_is_written_down():
+def seeds_of(seed, branches):
+    data = complete({"prefix": "x", "sampling": {"seed": seed}, "branches": branches})
+    return [[turn.params.seed for turn in worker.turns] for worker in workers_of(data)]
+
+
+def test_no_two_draws_share_a_seed_and_chance_is_written_down():
     branches = [{"count": 2}, {"sampling": {"seed": 50}, "count": 2}, {"turns": [{}, {}, {"sampling": {"seed": 7}}]}]
-    data = complete({"prefix": "x", "sampling": {"seed": 10}, "branches": branches})
-    seeds = [[turn.params.seed for turn in worker.turns] for worker in workers_of(data)]
-    assert seeds == [[10], [11], [50], [51], [14, 19, 7]]
+    seeds = seeds_of(10, branches)
+    assert seeds[0] == [10] and seeds[2] == [50] and seeds[4][2] == 7 and seeds == seeds_of(10, branches)
+    assert len({seed for row in seeds for seed in row}) == 7
+    assert seeds[1] == [spread(10, 1, 0)] and seeds[3] == [spread(50, 1, 0)] and seeds[4][1] == spread(10, 4, 1)
+    neighbours = [seed for base in range(20) for row in seeds_of(base, [{"count": 50}]) for seed in row]
+    assert len(set(neighbours)) == 1000 and max(neighbours) < 2**53
     drawn = [complete({"prefix": "x", "sampling": {"seed": None}})["sampling"]["seed"] for _ in range(4)]
     assert all(isinstance(seed, int) for seed in drawn) and len(set(drawn)) > 1
     inner = complete({"prefix": "x", "branches": [{"sampling": {"seed": None}}]})
