@@ -236,6 +236,11 @@ def test_toolboxes_by_example(folder, monkeypatch):
     names = [[tool.name for tool in box.tools] for box in toolboxes(example(folder=str(folder)), 2)]
     assert names == [["calculator", "read_file"]] * 2
     assert [tool.name for tool in toolboxes(example(), 1)[0].tools] == ["calculator"]
+    assert [tool.name for tool in toolboxes(example(folder=str(folder), file_name=""), 1)[0].tools] == ["calculator"]
+    [box] = toolboxes(example(folder=str(folder), file_name="notes.txt"), 1)  # the other files are other rows' or hold the answers
+    assert box.run(Call("read_file", {"path": "./notes.txt"})).startswith("first line") and "notes.txt" in tool_prompt(box)
+    for path in ("big.txt", ".", "sub/deep.csv", "sub/../big.txt", "near"):
+        assert box.run(Call("read_file", {"path": path})).startswith("error: read_file: ")
     boxes = toolboxes(example(views={"a": "A", "b": "B"}, dealt=[["b"], ["a"]], root_causes=["X"]), 2)
     assert [box.run(box.first_call) for box in boxes] == ["B", "A"]
     monkeypatch.delenv(postgres.DSN, raising=False)

@@ -161,15 +161,21 @@ def query(dsn: str) -> Tool:
     )
 
 
-def read_file(folder: str | Path) -> Tool:
-    """Text files below `folder`, a part at a time; directories are listed."""
+def read_file(folder: str | Path, only: str = "") -> Tool:
+    """Text files below `folder`, a part at a time; directories are listed. only: the one file there that may be seen."""
     root = Path(folder)
     fields = {
-        "path": {"type": "string", "description": 'path of a file; "." lists the files'},
+        "path": {"type": "string", "description": f"the file: {only}" if only else 'path of a file; "." lists the files'},
         "start": {"type": "integer", "description": "first byte to show (default 0)"},
     }
     schema = {"type": "object", "properties": fields, "required": ["path"]}
-    return Tool("read_file", "Read a text file.", schema, lambda arguments: read_below(root, arguments["path"], arguments.get("start", 0)))
+
+    def run(arguments: dict) -> str:
+        if only and Path(arguments["path"]) != Path(only):
+            return f"error: read_file: {brief(arguments['path'], 80)} does not exist; there is {only}"
+        return read_below(root, arguments["path"], arguments.get("start", 0))
+
+    return Tool("read_file", "Read a text file.", schema, run)
 
 
 def read_below(root: Path, path: str, start: int = 0) -> str:
@@ -237,7 +243,8 @@ def toolboxes(example: Example, workers: int) -> list[Toolbox]:
 
     views (name -> text) and dealt (a list of names a worker): the monitors of a synthetic incident; the harness calls the
     first view of each worker itself. root_causes without views: SQL on the database that the DSN names, refused without one.
-    Else the calculator, and the reader of files where meta names a folder.
+    Else the calculator, and the reader of files where meta names a folder: of its one file `file_name` where that is named too, of
+    none where it is empty (the row's folder also holds the answers).
     """
     meta = example.meta
     if "views" in meta:
@@ -246,5 +253,6 @@ def toolboxes(example: Example, workers: int) -> list[Toolbox]:
         return [Toolbox((tool,), Call("view", {"name": own[at % len(own)][0]})) for at in range(workers)]
     if "root_causes" in meta:
         return [Toolbox((query(dsn_for(example.id)),))] * workers
-    files = (read_file(meta["folder"]),) if meta.get("folder") else ()
+    attachment = meta.get("file_name")  # None: the whole folder is the worker's
+    files = (read_file(meta["folder"], attachment or ""),) if meta.get("folder") and attachment != "" else ()
     return [Toolbox((calculator(), *files))] * workers
