@@ -9,6 +9,7 @@ from fractions import Fraction
 from .expressions import Undefined
 from .maths import MOST_CHARACTERS, canonical, read, tidied, values, without_unit
 
+MOST_TEXT = 40_000  # characters that are looked at
 _THINK = re.compile(r"</(?:think|thinking|thought)>", re.IGNORECASE)
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.IGNORECASE | re.DOTALL)
 _BOX = re.compile(r"\\(?:boxed|fbox|box)\s*")
@@ -25,8 +26,8 @@ _NUMBER = re.compile(
 
 
 def after_thinking(text: str) -> str:
-    """What stands behind the last closing think tag."""
-    return _THINK.split(text)[-1].strip()
+    """What stands behind the last closing think tag; of a very long text the end."""
+    return _THINK.split(text)[-1].strip()[-MOST_TEXT:]
 
 
 def tagged(text: str) -> str | None:
@@ -38,7 +39,7 @@ def tagged(text: str) -> str | None:
 def boxed(text: str) -> str | None:
     """The content of the last box, braces inside balanced; boxes side by side ("\\boxed{1} and \\boxed{2}") are one answer."""
     boxes: list[tuple[int, int, str]] = []
-    for mark in _BOX.finditer(text):
+    for mark in list(_BOX.finditer(text))[-64:]:
         start = mark.end()
         if text[start : start + 1] != "{":
             token = re.match(r"[^\s{}$\\.,]+", text[start:])
@@ -154,7 +155,7 @@ def maths(text: str) -> str | None:
     text = after_thinking(text)
     if marked := boxed(text) or tagged(text):
         return marked
-    formula = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$((?:[^$\\]|\\.)+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+    formula = re.compile(r"\$\$(.{1,999}?)\$\$|(?<!\\)\$((?:[^$\\]|\\.)+)\$|\\\((.{1,999}?)\\\)|\\\[(.{1,999}?)\\\]", re.DOTALL)
     if line := phrased(text):
         if (inside := formula.match(line)) and (content := next(filter(None, inside.groups()), "").strip()):
             return content
