@@ -35,6 +35,9 @@ def test_gzip_blank_lines_and_a_byte_order_mark(tmp_path):
     text = (DATA / "gsm8k/test.jsonl").read_text().replace("\n", "\r\n\n")
     path.write_bytes(gzip.compress(b"\xef\xbb\xbf" + text.encode()))
     assert load("gsm8k", folder=tmp_path) == load("gsm8k")
+    (tmp_path / "gpqa").mkdir()
+    (tmp_path / "gpqa/gpqa_diamond.csv.gz").write_bytes(gzip.compress((DATA / "gpqa/gpqa_diamond.csv").read_bytes()))
+    assert load("gpqa", folder=tmp_path) == load("gpqa")
 
 
 def test_ids_that_come_twice_get_a_suffix(tmp_path):
@@ -148,7 +151,7 @@ def test_a_broken_csv_is_refused(tmp_path):
 def test_a_missing_folder_or_file_says_how_to_get_it(tmp_path):
     with pytest.raises(MinipsError, match="no such folder, expected the data folder"):
         load("gsm8k", folder=tmp_path / "none")
-    with pytest.raises(MinipsError, match=r"has no arc_challenge/test\.jsonl or \.jsonl\.gz; .*'allenai/ai2_arc', 'ARC-Challenge'"):
+    with pytest.raises(MinipsError, match=r"has no arc_challenge/test\.jsonl, plain or as \.gz; .*'allenai/ai2_arc', 'ARC-Challenge'"):
         load("arc_challenge", folder=tmp_path)
     for name in NAMES:
         with pytest.raises(MinipsError, match="to get it: "):

@@ -75,6 +75,8 @@ def test_all_names_are_there():
 def test_an_unknown_name_gets_the_nearest():
     with pytest.raises(MinipsError, match="gsm8k"):
         task("gsm-8k")
+    with pytest.raises(MinipsError, match="did you mean aime2024 or aime2025"):
+        task("AIME")
     with pytest.raises(MinipsError, match="expected one of gsm8k, math500"):
         task("crosswords!")
 

@@ -20,7 +20,7 @@ from ..config import is_integer
 from ..errors import MinipsError, brief
 from .example import Example
 
-SUFFIXES = (".jsonl.gz", ".jsonl", ".csv")
+SUFFIXES = (".jsonl.gz", ".jsonl", ".csv", ".csv.gz")
 _KINDS = {str: "text", dict: "objects", list: "lists"}
 
 
@@ -28,15 +28,17 @@ _KINDS = {str: "text", dict: "objects", list: "lists"}
 class Source:
     """Where a data set's rows come from.
 
-    files: names below the data folder without their suffix; the first that is there is read. get: how to get that file by
-    hand, for messages. ids: fields that may name a row; the first that is there counts, else the row's number. hub: the hub
-    data set whose `hub_files` (all of them, in order) hold the same rows; "" where the hub has no form that minips reads.
+    files: names below the data folder without their suffix; the first that is there is read. suffix: the usual one, and get:
+    how to get that file by hand, for messages. ids: fields that may name a row; the first that is there counts, else the
+    row's number. hub: the hub data set whose `hub_files` (all of them, in order) hold the same rows; "" where it has no form
+    that minips reads.
     hub_extra: patterns of more files to fetch (attachments). gated: the hub gives it only to those who accepted its terms.
     """
 
     files: tuple[str, ...]
     get: str
     licence: str
+    suffix: str = ".jsonl"
     ids: tuple[str, ...] = ("id",)
     hub: str = ""
     hub_files: tuple[str, ...] = ()
@@ -45,7 +47,12 @@ class Source:
 
     def __str__(self) -> str:
         hub = f"hub data set {self.hub}{' (gated)' if self.gated else ''}, or " if self.hub else ""
-        return f"{hub}{self.files[0]}.jsonl[.gz] in the data folder: {self.get}. Licence: {self.licence}"
+        return f"{hub}{self.file} in the data folder: {self.get}. Licence: {self.licence}"
+
+    @property
+    def file(self) -> str:
+        """The file's usual name below the data folder."""
+        return f"{self.files[0]}{self.suffix}"
 
 
 @dataclass(frozen=True)
@@ -157,12 +164,12 @@ def _find(source: Source, folder: Path) -> list[Path]:
         for suffix in SUFFIXES:
             if (path := folder / f"{stem}{suffix}").is_file():
                 return [path]
-    raise MinipsError(f"{folder}: has no {source.files[0]}.jsonl or .jsonl.gz; to get it: {source.get}")
+    raise MinipsError(f"{folder}: has no {source.file}, plain or as .gz; to get it: {source.get}")
 
 
 def _fetch(source: Source) -> list[Path]:
     """The hub original's files, fetched into the hub's cache folder."""
-    by_hand = f"put {source.files[0]}.jsonl into a folder and name that folder with --data; to get it: {source.get}"
+    by_hand = f"put {source.file} into a folder and name that folder with --data; to get it: {source.get}"
     if not source.hub:
         raise MinipsError(f"{source.files[0]}: the hub has it in no form that minips reads; {by_hand}")
     import huggingface_hub
@@ -190,7 +197,7 @@ def _lines(path: Path) -> Iterator[tuple[int, dict]]:
     line = 0
     try:
         with opener(path, "rt", encoding="utf-8-sig", newline="") as file:
-            for line, fields in (_csv if path.suffix == ".csv" else _jsonl)(file, path):
+            for line, fields in (_csv if ".csv" in path.suffixes else _jsonl)(file, path):
                 yield line, fields
     except UnicodeDecodeError as error:
         raise MinipsError(f"{path}, after line {line}: is no UTF-8 text ({error.reason})") from None

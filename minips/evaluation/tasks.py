@@ -25,8 +25,9 @@ def task(name: str) -> Task:
     """The task of this name; MinipsError with the nearest name where there is none."""
     if found := TASKS.get(name):
         return found
-    near = difflib.get_close_matches(str(name).lower().replace("-", "_"), TASKS, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(TASKS)}"
+    wanted = str(name).lower().replace("-", "_")
+    near = [known for known in TASKS if wanted and wanted in known] or difflib.get_close_matches(wanted, TASKS, n=1)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"expected one of {', '.join(TASKS)}"
     raise MinipsError(f"task {brief(name)}: there is none of this name; {hint}")
 
 
