@@ -82,8 +82,9 @@ def test_an_unknown_model_is_one_line(module, capsys):
 
 
 @pytest.mark.parametrize("name, method", [("trajectories", "parallel"), ("documents", "text"), ("samples", "best-of-n")])
-def test_an_example_fed_back_repeats_itself(name, method, capsys, tmp_path, default_model):
-    short = ["--json", "--quiet", "--max-kv-tokens", "4096"]
+def test_an_example_fed_back_repeats_itself(name, method, capsys, tmp_path, engine, monkeypatch):
+    monkeypatch.setattr(Engine, "from_pretrained", lambda *_, **__: engine)  # loaded once
+    short = ["--json", "--quiet"]
     code = main(["--workflow", name, "--method", method, "--worker-tokens", "5", "--max-tokens", "5", *short])
     first = json.loads(capsys.readouterr().out)
     assert code == 0 and first["answer"] and first["method"] == method

@@ -109,8 +109,6 @@ def test_json_is_one_object_that_holds_everything(capsys, default_model):
     assert found["ttft"] > 0 and set(found["timings"]) == parts
     assert found["seeds"]["workers"] == [[worker["seed"]] for worker in found["workers"]] and found["seeds"]["answer"] == 0
     assert found["model"]["dtype"] == "bfloat16" and workflow["engine"]["page_size"] == found["model"]["page_size"] == 16
-    other = json.loads(run(capsys, *argv, "--seed", "7")[1])
-    assert other["workers"] != found["workers"]
 
 
 def command(*argv, **options):
