@@ -59,7 +59,7 @@ def test_the_original_forms_are_read_too(tmp_path):
     example = load("squad", 1, folder=tmp_path)[0]
     assert example.references == ("cloth", "a cloth") and example.passages == ("T u: Of cloth.",)
     write(tmp_path, "strategyqa/train", [{"qid": "z", "question": "Q?", "answer": False, "facts": ["F."]}])
-    assert load("strategyqa", folder=tmp_path)[0].target == "no" and load("strategyqa", folder=tmp_path)[0].id == "z"
+    assert load("strategyqa", folder=tmp_path)[0].target == "No" and load("strategyqa", folder=tmp_path)[0].id == "z"
 
 
 BROKEN_ROWS = [

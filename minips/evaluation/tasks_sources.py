@@ -182,7 +182,7 @@ def load_strategyqa(folder: Path | None, workers: int, seed: int) -> list[Exampl
         prefix, prompt = prompts.facts_question(question)
         passages = deal(facts, workers, row_random(seed, row.id), "\n")
         group = f"{len(facts)} facts"
-        examples.append(Example(row.id, question, prefix, prompt, (answer,), answer, passages=passages, group=group))
+        examples.append(Example(row.id, question, prefix, prompt, (answer,), answer.capitalize(), passages=passages, group=group))
     return examples
 
 
@@ -212,5 +212,5 @@ TASKS = [
     Task("hotpotqa", load=load_hotpotqa, source=str(HOTPOTQA), **_SPAN),
     Task("squad", load=load_squad, source=str(SQUAD), **_SPAN),
     Task("strategyqa", "accuracy", load_strategyqa, score_yes_no, extract_yes_no, answer_tokens=16, source=str(STRATEGYQA)),
-    Task("kv_retrieval", "accuracy", load_kv_retrieval, score_exact, extract_exact, answer_tokens=64, source=str(KV_RETRIEVAL)),
+    Task("kv_retrieval", "accuracy", load_kv_retrieval, score_exact, extract_exact, answer_tokens=96, source=str(KV_RETRIEVAL)),
 ]
