@@ -7,7 +7,13 @@ from fractions import Fraction
 import pytest
 
 from minips.evaluation.example import Example
-from minips.evaluation.expressions import MOST_TOKENS, Parser, Undefined, value, variables
+from minips.evaluation.expressions import (
+    MOST_TOKENS,
+    Parser,
+    Undefined,
+    value,
+    variables,
+)
 from minips.evaluation.maths import canonical, same_answer
 from minips.evaluation.scoring import extract_maths, score_maths
 

@@ -73,7 +73,7 @@ def run_code(source: str, *, tests: str, entry_point: str | None = None, timeout
     deadline = WALL * timeout + _GRACE
     with tempfile.TemporaryDirectory(prefix="minips-run-", ignore_cleanup_errors=True) as folder:
         process = subprocess.Popen(
-            [sys.executable, "-I", str(_INSIDE), folder, json.dumps(inside)],
+            [sys.executable, "-I", str(_INSIDE), folder, json.dumps(inside), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
