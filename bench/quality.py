@@ -1,6 +1,6 @@
 """Everything that bench/RESULTS.md says about quality, in one command: tables of methods, the sweep over m, incidents, the self-check.
 
-    python bench/quality.py --data DIR [--rows 200] [--out runs/quality] [--only tables,sweep,incidents,self_check]
+    python bench/quality.py --data DIR [--rows 200] [--out runs/quality] [--only nq_open,sweep,incidents,self_check]
 
 Each step is a run of `python -m minips.evaluate` in a folder of its own and goes on where it was stopped. At the end the section
 "Quality" of bench/RESULTS.md is written anew from what the folders hold, and the plots are copied to bench/plots/.
@@ -19,7 +19,7 @@ from minips.evaluate import main as evaluate
 HERE = Path(__file__).parent
 RESULTS, PLOTS = HERE / "RESULTS.md", HERE / "plots"
 START, END = "<!-- quality: written by bench/quality.py -->", "<!-- quality: end -->"
-TASKS = "nq_open,hotpotqa,squad,strategyqa,kv_retrieval,arc_challenge"
+TASKS = ("nq_open", "hotpotqa", "squad", "strategyqa", "kv_retrieval", "arc_challenge")
 METHODS = "parallel,text,text_turn,single,summary,reuse,ape,naive,best_of_n"
 SWEEP_PLOTS = ("score_by_m.png", "nll_by_m.png", "timing_by_m.png", "attention.png", "attention_entropy.png")
 
@@ -30,7 +30,7 @@ def steps(rows: int) -> dict[str, list[str]]:
     sweep = ["--rows", str(max(rows // 2, 1)), "--workers", "1,2,4,8,16", "--timing", "128", "--attention", "--plot"]
     incidents = ["--rows", str(max(rows // 2, 1)), "--workers", "5", "--answer-tokens", "64", "--worker-tokens", "96"]
     return {
-        "tables": ["--task", TASKS, "--method", METHODS, "--rows", str(rows), *short, "--plot"],
+        **{task: ["--task", task, "--method", METHODS, "--rows", str(rows), *short] for task in TASKS},
         "sweep": ["--task", "nq_open", "--method", "parallel,text,reuse", *short, *sweep],
         "incidents": ["--task", "database_synthetic", "--method", "parallel,text,text_turn", *incidents],
         "self_check": ["--self-check", "--workers", "2,4,8", "--rows", "8"],
@@ -144,9 +144,20 @@ def check_section(check: dict) -> str:
     return "### Self-check: merged caches against the plain sequence, fp32\n\n" + grid(head, rows)
 
 
+def together(out: Path) -> None:
+    """The rows of all tasks in one folder, with a report of their own."""
+    done = [out / task for task in TASKS if (out / task / "preds.jsonl").exists()]
+    if done:
+        (out / "tables").mkdir(exist_ok=True)
+        shutil.copyfile(done[0] / "run.json", out / "tables" / "run.json")
+        (out / "tables" / "preds.jsonl").write_text("".join((folder / "preds.jsonl").read_text() for folder in done))
+        evaluate(["--report", "--plot", "--out", str(out / "tables"), "--quiet"])
+
+
 def write_section(out: Path) -> None:
     """Replace the part of RESULTS.md between the marks."""
     parts = [f"{START}\n## Quality, untrained\n"]
+    together(out)
     run = read(out / "tables", "run.json") or {}
     said = ", ".join(f"{name} {version}" for name, version in run.get("versions", {}).items())
     parts.append(

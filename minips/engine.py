@@ -12,7 +12,7 @@ from .answering import answer, answer_batch, score_ids
 from .chat import ChatFormat, detect_format
 from .config import DEFAULT_MODEL, EngineConfig, ModelConfig, SamplingParams
 from .decoding import DecodeRow, Writer, decode_rows, open_writers, prefill
-from .errors import MinipsError
+from .errors import MinipsError, RoomError
 from .hub import resolve_model
 from .kv_cache import Branch, KVPool, Segment, default_kv_tokens
 from .model import Model
@@ -94,7 +94,7 @@ class Engine:
     def check_positions(self, first: int, count: int, what: str) -> None:
         """Refuse `count` tokens from position `first` on where the model's limit is below that."""
         if first + count > self.config.max_position_embeddings:
-            raise MinipsError(f"{what} needs {first + count} positions, the model's limit is {self.config.max_position_embeddings}")
+            raise RoomError(f"{what} needs {first + count} positions, the model's limit is {self.config.max_position_embeddings}")
 
     def check_branches(self, branches: Sequence[Branch], call: str) -> list[Branch]:
         """The handles as a list; refused where one is no branch of this engine, closed, or there twice."""

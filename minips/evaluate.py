@@ -8,6 +8,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,6 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--timing", metavar="L[,L]", help="TTFT, end to end and memory for each m of --workers and L tokens a branch")
     add("--attention", action="store_true", help="attention shares by layer for each m of --workers, on the first task")
+    add("--judge", action="store_true", help="score the answers of --out anew (after a change of the rules) and write the report")
     add("--report", action="store_true", help="only write the report of --out anew, from what is there")
     add("--plot", action="store_true", help="also write PNGs (needs matplotlib)")
     return parser
@@ -102,28 +104,38 @@ def run(args: argparse.Namespace) -> int:
     if tasks:
         plan.check()
         report_isolation(tasks, args.require_isolation, say)
+    if args.judge:
+        from .evaluation.runner import judge_again
+
+        say(f"judged {judge_again(plan, folder)} rows")
+        return write_out(folder, args.plot)
     from .engine import Engine
 
     dtype = "float32" if args.self_check and args.dtype == "auto" and not tasks and not lengths else args.dtype
-    engine = Engine.from_pretrained(args.model, device=args.device, dtype=dtype, progress=not args.quiet)
-    say(f"{args.model}: {str(engine.dtype).removeprefix('torch.')} on {engine.device}")
+
+    @cache
+    def engine() -> Engine:
+        made = Engine.from_pretrained(args.model, device=args.device, dtype=dtype, progress=not args.quiet)
+        say(f"{args.model}: {str(made.dtype).removeprefix('torch.')} on {made.device}")
+        return made
+
     code = 0
     if tasks:
         from .evaluation.runner import evaluate
 
         evaluate(plan, folder, engine, say=say)
     if args.self_check:
-        code = check(engine, args, workers, folder, say)
+        code = check(engine(), args, workers, folder, say)
     if lengths:
         from .evaluation.sweep import timing_sweep
 
-        entries = timing_sweep(engine, args.adapter, workers=workers, lengths=lengths, seed=args.seed, say=say)
+        entries = timing_sweep(engine(), args.adapter, workers=workers, lengths=lengths, seed=args.seed, say=say)
         write_json(folder / "sweep.json", entries)
     if args.attention:
         from .evaluation.attention_share import attention_sweep
         from .evaluation.runner import load_examples
 
-        write_json(folder / "attention.json", attention_sweep(engine, plan, lambda m: load_examples(plan, tasks[0], m), say))
+        write_json(folder / "attention.json", attention_sweep(engine(), plan, lambda m: load_examples(plan, tasks[0], m), say))
     return write_out(folder, args.plot) or code
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .attention import Reweight
-from .errors import MinipsError
+from .errors import MinipsError, RoomError
 
 
 @dataclass(eq=False)
@@ -72,7 +72,7 @@ class KVPool:
         """Refuse before anything is done if `pages` are not free."""
         if pages > self.num_free:
             size, total = self.page_size, self.num_pages - 1
-            raise MinipsError(
+            raise RoomError(
                 f"KV cache: {what} needs {pages} pages of {size} tokens, {self.num_free} of {total} are free; "
                 "close branches, lower max_tokens or raise max_kv_tokens"
             )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from .config import MergeOptions
-from .errors import MinipsError
+from .errors import MinipsError, RoomError
 from .kv_cache import Branch, KVPool, Segment
 from .mapper import CacheMapper
 from .rope import Rope
@@ -94,7 +94,7 @@ def plan_merge(
         raise MinipsError(f"merge: all {len(branches)} branches are empty (each stopped at once), so there is nothing to merge")
     _place(plan, options, fork_point, limit)
     if plan.next_position > limit:
-        raise MinipsError(f"merge: the merged branches end at position {plan.next_position}, the model's limit is {limit}")
+        raise RoomError(f"merge: the merged branches end at position {plan.next_position}, the model's limit is {limit}")
     for piece in (piece for pieces in plan.pieces for piece in pieces):
         if lossy and piece.delta and piece.segment.moves >= MAX_MOVES:
             moves = piece.segment.moves

@@ -135,7 +135,7 @@ def test_the_three_forms(by_name):
     assert given.passages == tuple(made.views.values()) and not given.worker_prompts
     for example in (prompts, tools, given):
         assert example.id == "0-3" and example.group == f"2: {' + '.join(made.causes)}"
-        assert example.prefix.count("two causes") == example.prompt.count("two causes") == 1
+        assert example.prefix.count("one or two causes") == example.prompt.count("one or two causes") == 1
         assert example.meta["root_causes"] == list(made.causes) and example.meta["number_of_labels_pred"] == 2
     assert by_name["database_synthetic_tools"].agents and not by_name["database_synthetic"].agents
     two = by_name["database_synthetic"].load(None, 2, 0)[0].worker_prompts

@@ -1,17 +1,19 @@
 """Runs of the evaluation: resumed runs equal whole ones, rows that cannot be run are kept as wrong, bad plans are refused."""
 
+from pathlib import Path
+
 import pytest
 
 from minips import MinipsError
+from minips.config import RopeConfig, SamplingParams
 from minips.evaluation import runner
 from minips.evaluation.attention_share import attention_sweep, shares
 from minips.evaluation.records import read_rows
 from minips.evaluation.rows import open_rows
-from minips.evaluation.runner import Plan, evaluate
+from minips.evaluation.runner import Plan, evaluate, judge_again
 from minips.evaluation.self_check import compare, self_check, wrong_frequencies
 from minips.evaluation.sweep import spread, timing_sweep
 from minips.evaluation.tasks import TASKS
-from minips.config import RopeConfig, SamplingParams
 from minips.synthesis import Synthesizer
 
 from .evaluation_support import asked, given, task_of, text_engine
@@ -194,3 +196,54 @@ def test_timing_sweep_measures_both_sides_and_leaves_out_what_does_not_fit():
         assert entry["ttft"]["n"] == 3 and entry["end_to_end"] > entry["ttft"]["median"] > 0 and entry["peak_mb"] > 0 and entry["kv_mb"] > 0
     assert engine.stats()["used_pages"] == 0
     assert spread([3.0, 1.0, 2.0])["median"] == 2.0 and spread([3.0, 1.0, 2.0])["p95"] == 3.0
+
+
+def test_faults_that_are_no_rows_fault_end_the_run(invented, tmp_path, monkeypatch):
+    engine = text_engine()
+    with pytest.raises(MinipsError, match="/no/such/folder"):
+        evaluate(plan(adapter="/no/such/folder"), tmp_path / "adapter", engine)
+    assert not (tmp_path / "adapter").exists()
+
+    def lost(*arguments):
+        raise MinipsError("the database went away")
+
+    monkeypatch.setattr(runner, "run_method", lost)
+    with pytest.raises(MinipsError, match="went away"):
+        evaluate(plan(), tmp_path / "lost", engine)
+    assert read_rows(tmp_path / "lost") == [] and engine.stats()["used_pages"] == 0
+
+
+def test_tools_that_are_not_to_be_had_are_refused_before_the_model_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.delenv("MINIPS_DSN", raising=False)
+    data = Path(__file__).parent / "data"
+    with pytest.raises(MinipsError, match="database_synthetic"):
+        evaluate(plan(tasks=("database_diagnosis",), data=str(data)), tmp_path / "run", lambda: pytest.fail("loaded"))
+    with pytest.raises(MinipsError, match="no such folder"):
+        evaluate(plan(tasks=("gsm8k",), data=str(tmp_path / "none")), tmp_path / "run", lambda: pytest.fail("loaded"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_workers_that_stop_at_once_leave_the_prefix_to_read(invented, tmp_path, monkeypatch):
+    def silent(engine, branches, each):
+        for branch in branches:
+            engine.encode([branch], [[]])
+        return branches
+
+    engine = text_engine()
+    monkeypatch.setattr(type(engine), "decode", silent)
+    methods = ("parallel", "single", "text", "text_turn", "ape")
+    rows = evaluate(plan(methods=methods, rows=5), tmp_path, engine)
+    row = next(row for row in rows if row["id"] == "rain")
+    assert "error" not in row and row["methods"]["parallel"]["branch_tokens"] == [0, 0] and row["methods"]["parallel"]["answer_tokens"] > 0
+    assert engine.stats()["used_pages"] == 0
+
+
+def test_answers_can_be_judged_anew(invented, tmp_path, monkeypatch):
+    before = evaluate(plan(), tmp_path, text_engine())
+    monkeypatch.setitem(TASKS, "invented", task_of(EXAMPLES, score=lambda text, example, rules: {"em": 0.25}))
+    assert judge_again(plan(), tmp_path) == 5
+    after = read_rows(tmp_path)
+    assert {method["scores"]["em"] for row in after for method in row["methods"].values()} == {0.25}
+    assert results(before).keys() == results(after).keys()
+    assert [row["methods"]["text"]["text"] for row in before] == [row["methods"]["text"]["text"] for row in after]
+    assert len(evaluate(plan(), tmp_path, text_engine())) == 5, "a judged run can be gone on with"

@@ -50,7 +50,7 @@ LOCK_CONTENTION: locks has many sessions that wait long for a table, and stateme
 VACUUM: tuples has a table with more dead than live rows that is cleaned again and again, and locks has the cleaner holding it long.
 REDUNDANT_INDEX: indexes has several indexes on the same columns without a scan, and tuples has many updates of it, hardly any of them hot.
 FETCH_LARGE_DATA: statements has selects of thousands of rows a call, and scans has millions of rows read by whole scans of that table.
-This incident has {count}."""
+This incident has one or two causes."""
 PROFILES = {
     "statements": "You watch the statements: rows a call and time a call.",
     "locks": "You watch the locks: who holds a table, who waits for it, and for how long.",
@@ -58,6 +58,7 @@ PROFILES = {
     "indexes": "You watch the indexes: their columns, scans and size.",
     "scans": "You watch how tables are read: by whole scans or by index, and how many rows.",
 }
+MOST_CAUSES = 2
 REPORT = "Name each table whose figures stand out, with those figures, or say that all is as usual. Use at most three sentences."
 
 
@@ -215,10 +216,9 @@ def example(made: Incident, workers: int, form: str) -> Example:
 
     meta: labels, root_causes, number_of_labels_pred, and for tools also views and dealt (the monitors of each worker).
     """
-    count = "one cause" if len(made.causes) == 1 else "two causes"
-    question = BRIEF.format(place=made.place, count=count)
-    prefix, prompt = prompts.diagnosis(question, LABELS, len(made.causes))
-    meta = {"labels": list(LABELS), "root_causes": list(made.causes), "number_of_labels_pred": len(made.causes)}
+    question = BRIEF.format(place=made.place)
+    prefix, prompt = prompts.diagnosis(question, LABELS, MOST_CAUSES)
+    meta = {"labels": list(LABELS), "root_causes": list(made.causes), "number_of_labels_pred": MOST_CAUSES}
     dealt = deal(workers)
     texts = ["\n\n".join(made.views[name] for name in names) for names in dealt]
     profiles = [" ".join(PROFILES[name] for name in names) for names in dealt]

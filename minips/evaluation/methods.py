@@ -6,6 +6,7 @@ A method may name its adapter: `parallel@FOLDER` or `text@FOLDER` (text prefille
 from __future__ import annotations
 
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,8 +22,8 @@ from ..synthesis import Synthesizer
 from .example import Example, Task
 from .rows import Row
 
-SUMMARISE = "Summarize what you found in two or three short sentences. Keep names, numbers and the answer."
-SUMMARY_TOKENS = 96
+SUMMARISE = "Summarize what you found in one or two short sentences. Keep names, numbers and the answer."
+SUMMARY_TOKENS = 48
 APE = {"branch_temperature": 0.8, "branch_scale": 0.9}  # chosen by NLL on 32 nq_open rows that no table uses
 Scorer = Callable[[Example, Sequence[str]], int]  # the index of the best of several answers
 
@@ -53,7 +54,10 @@ def from_caches(setup: Setup, rows: Sequence[Row], synthesizer: Synthesizer, onl
     try:
         for row in rows:
             branches = row.branches if only is None else [row.branches[min(only, len(row.branches) - 1)]]
-            contexts.append(synthesizer.merge(branches, consume=False))
+            branches = [branch for branch in branches if branch.output_ids]  # workers that stopped at once have nothing to read
+            with warnings.catch_warnings():  # a context of the prefix alone is meant
+                warnings.simplefilter("ignore", UserWarning)
+                contexts.append(synthesizer.merge(branches, consume=False, prefix=None if branches else row.prefix))
         prompts, targets = [row.example.prompt for row in rows], [row.example.target for row in rows]
         return synthesizer.generate_batch(contexts, prompts, setup.params, targets=targets)
     finally:
@@ -177,8 +181,11 @@ def check_method(spec: str) -> None:
         raise MinipsError(f"method {brief(spec)}: only {', '.join(WITH_ADAPTER)} take an adapter, as NAME@ADAPTER or NAME@none")
 
 
+def adapter_of(spec: str, setup: Setup) -> str | None:
+    name, at, adapter = spec.partition("@")
+    return (None if adapter == "none" else adapter) if at else setup.adapter if name == "parallel" else None
+
+
 def run_method(spec: str, setup: Setup, rows: Sequence[Row]) -> list[Result]:
     """Answer all rows by one method, e.g. `parallel`, `text@weights/NAME`, `parallel@none`."""
-    name, at, adapter = spec.partition("@")
-    chosen = (None if adapter == "none" else adapter) if at else setup.adapter if name == "parallel" else None
-    return METHODS[name][0](setup, rows, chosen)
+    return METHODS[spec.partition("@")[0]][0](setup, rows, adapter_of(spec, setup))

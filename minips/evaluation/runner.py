@@ -9,10 +9,11 @@ from pathlib import Path
 
 from ..config import SamplingParams, is_integer
 from ..engine import Engine
-from ..errors import MinipsError
+from ..errors import MinipsError, RoomError
 from ..results import Result
+from .agents import prepare
 from .example import RULES, Example, Task
-from .methods import Scorer, Setup, check_method, run_method
+from .methods import Scorer, Setup, adapter_of, check_method, run_method
 from .records import Records, open_records
 from .rows import Row, open_rows
 from .tasks import TASKS, select, task
@@ -76,24 +77,34 @@ class Plan:
 def evaluate(
     plan: Plan,
     folder: str | Path,
-    engine: Engine | None = None,
+    engine: Engine | Callable[[], Engine] | None = None,
     *,
     scorer: Scorer | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[dict]:
-    """Run a plan, or go on with it, in `folder`; returns all rows (`records`). engine None loads plan.model.
+    """Run a plan, or go on with it, in `folder`; returns all rows (`records`).
 
-    scorer: chooses the answer of best_of_n. say: hears one line of progress a batch. A row that cannot be run (too long, say) is kept with
-    its error and counts as wrong.
+    engine: one, what makes one (called when the data has been read), or None for plan.model. scorer: chooses the answer of best_of_n.
+    say: hears one line of progress a batch. A row that does not fit the model's positions or the page pool is kept with its error and
+    counts as wrong; anything else that is wrong ends the run, which the same call resumes.
     """
     plan.check()
     loaded = {(name, m): load_examples(plan, name, m) for name in plan.tasks for m in plan.workers}
+    for (name, m), examples in loaded.items():
+        if task(name).agents:
+            prepare(examples[0], m)  # refuses tools that are not to be had
+    engine = engine() if callable(engine) else engine or Engine.from_pretrained(plan.model, progress=True)
+    shared: dict = {}
+    setups = {
+        name: Setup(engine, task(name), plan.answer_params(task(name)), plan.scoring, plan.adapter, scorer, shared) for name in plan.tasks
+    }
+    for spec in plan.methods:  # refuses adapters that are not to be had
+        setups[plan.tasks[0]].synthesizer(adapter_of(spec, setups[plan.tasks[0]]))
     with open_records(folder, plan.arguments()) as records:
-        engine = engine or Engine.from_pretrained(plan.model, progress=True)
         for (name, m), examples in loaded.items():
             left = [example for example in examples if (name, example.id, m) not in records.done]
             say(f"{name}, m = {m}: {len(examples)} rows, {len(examples) - len(left)} done before")
-            setup = Setup(engine, task(name), plan.answer_params(task(name)), plan.scoring, plan.adapter, scorer)
+            setup = setups[name]
             started = time.perf_counter()
             for first in range(0, len(left), plan.batch):
                 _run_batch(plan, setup, left[first : first + plan.batch], m, records)
@@ -101,6 +112,23 @@ def evaluate(
                 seconds = time.perf_counter() - started
                 say(f"{name}, m = {m}: {done} of {len(left)}, {seconds:.0f} s, {seconds / done * (len(left) - done):.0f} s left")
         return records.rows()
+
+
+def judge_again(plan: Plan, folder: str | Path) -> int:
+    """Score the answers of a finished run anew, after a change of the rules; the answers stay. Returns the number of rows."""
+    plan.check()
+    with open_records(folder, plan.arguments()) as records:
+        rows = records.rows()
+        for name in plan.tasks:
+            for m in plan.workers:
+                examples = {example.id: example for example in task(name).load(Path(plan.data) if plan.data else None, m, plan.seed)}
+                for row in rows:
+                    if (row["task"], row["m"]) == (name, m):
+                        example = examples[row["id"]]
+                        for method in row["methods"].values():
+                            method.update(_verdict(task(name), example, method["text"], plan.scoring))
+        records.replace(rows)
+        return len(rows)
 
 
 def load_examples(plan: Plan, name: str, m: int) -> list[Example]:
@@ -112,7 +140,7 @@ def _run_batch(plan: Plan, setup: Setup, examples: Sequence[Example], m: int, re
     """One batch; where it is refused (too little room), its examples alone."""
     try:
         found = _answers(plan, setup, examples, m)
-    except MinipsError as error:
+    except RoomError as error:
         if len(examples) > 1:
             for example in examples:
                 _run_batch(plan, setup, [example], m, records)
@@ -143,11 +171,10 @@ def _answers(plan: Plan, setup: Setup, examples: Sequence[Example], m: int) -> l
 
 def _judged(setup: Setup, example: Example, result: Result, seconds: float) -> dict:
     """One method's part of a record."""
-    task, rules, scores = setup.task, setup.rules, result.scores
+    scores = result.scores
     return {
         "text": result.text,
-        "extracted": task.extract(result.text, example, rules),
-        "scores": task.score(result.text, example, rules),
+        **_verdict(setup.task, example, result.text, setup.rules),
         "nll": scores.mean_nll if scores is not None else None,
         "target_tokens": len(scores.token_ids) if scores is not None else 0,
         "answer_tokens": len(result.token_ids),
@@ -157,6 +184,10 @@ def _judged(setup: Setup, example: Example, result: Result, seconds: float) -> d
         "branch_tokens": list(result.branch_tokens),
         "seconds": round(seconds, 4),
     }
+
+
+def _verdict(task: Task, example: Example, text: str, rules: str) -> dict:
+    return {"extracted": task.extract(text, example, rules), "scores": task.score(text, example, rules)}
 
 
 def _record(setup: Setup, row: Row, m: int, methods: dict[str, dict]) -> dict:
@@ -191,8 +222,7 @@ def _failed(plan: Plan, task: Task, example: Example, m: int, error: str) -> dic
     """A row that could not be run: every method answered nothing, and counts as wrong."""
     empty = {
         "text": "",
-        "extracted": None,
-        "scores": task.score("", example, plan.scoring),
+        **_verdict(task, example, "", plan.scoring),
         "nll": None,
         "target_tokens": 0,
         "answer_tokens": 0,

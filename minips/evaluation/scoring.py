@@ -104,16 +104,15 @@ def extract_code(text: str, example: Example, rules: str = "minips") -> str | No
     """The source that is run. Ours puts meta["imports"] in front, and the body alone below the given head (meta["stub"])."""
     if _official(rules):
         return official.python_block(official.after_think(text))
-    source = answers.code(text)
     stub, entry = example.meta.get("stub") or "", example.meta.get("entry_point")
-    if source is None and stub and re.match(r"[ \t]+\S", text):
-        source = text  # a continuation of the head
+    continues = stub and re.match(r"(?:[ \t]*\n)*[ \t]+[^\s`]", text)  # the head is gone on with, without a block
+    source = text if continues else answers.code(text)
     if source is None or not source.strip():
         return None
     imports = example.meta.get("imports") or ""
     head = imports if isinstance(imports, str) else "\n".join(imports)
     if stub and entry and not re.search(rf"^\s*(?:async\s+)?(?:def|class)\s+{re.escape(entry)}\b", source, re.MULTILINE):
-        body = source if re.match(r"\n*[ \t]", source) else "\n".join("    " + line for line in source.splitlines())
+        body = source if re.match(r"(?:[ \t]*\n)*[ \t]", source) else "\n".join("    " + line for line in source.splitlines())
         return f"{head}\n{stub}\n{body}".lstrip("\n")
     return f"{head}\n{_preamble(stub)}\n{source}".lstrip("\n")
 
