@@ -26,7 +26,7 @@ SWEEP_PLOTS = ("score_by_m.png", "nll_by_m.png", "timing_by_m.png", "attention.p
 
 def steps(rows: int) -> dict[str, list[str]]:
     """Arguments of each step. Answers are capped at 32 tokens; the workers of arc_challenge write at most 128."""
-    short = ["--answer-tokens", "32", "--worker-tokens", "128"]
+    short = ["--answer-tokens", "32", "--worker-tokens", "128", "--batch", "20"]
     sweep = ["--rows", str(max(rows // 2, 1)), "--workers", "1,2,4,8,16", "--timing", "128", "--attention", "--plot"]
     incidents = ["--rows", str(max(rows // 2, 1)), "--workers", "5", "--answer-tokens", "64", "--worker-tokens", "96"]
     return {

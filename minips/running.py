@@ -230,5 +230,5 @@ def figures_of(method: str, result: Result) -> str:
     """The one line of figures."""
     tokens, decode = len(result.token_ids), result.timings["decode"]
     rate = f", {(tokens - 1) / decode:.0f} tokens/s" if tokens > 1 and decode > 0 else ""
-    reused = f"{result.reused_tokens} read from the cache, not prefilled again"
-    return f"{method}: {tokens} tokens{rate}, TTFT {result.ttft * 1000:.0f} ms, {result.prefilled_tokens} tokens prefilled, {reused}"
+    read = f"{result.prefilled_tokens} prefilled, {result.reused_tokens} from caches"
+    return f"{method}: {tokens} tokens{rate}, TTFT {result.ttft * 1000:.0f} ms, {read}"

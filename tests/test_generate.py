@@ -90,7 +90,7 @@ def test_a_task_beyond_the_context_is_refused(capsys, default_model):
 def test_the_answer_alone_goes_to_stdout(capsys, default_model):
     code, answer, err = run(capsys, TASK, *SHORT)
     assert code == 0 and answer.strip() and "\ufffd" not in answer
-    for part in ("135M parameters", "bfloat16", "worker 1:", "worker 2:", "tokens/s", "TTFT", "not prefilled again"):
+    for part in ("135M parameters", "bfloat16", "worker 1:", "worker 2:", "tokens/s", "TTFT", "from caches"):
         assert part in err
     code, quiet, err = run(capsys, TASK, "--quiet", *SHORT)
     assert code == 0 and quiet == answer and err == ""

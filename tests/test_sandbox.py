@@ -287,6 +287,8 @@ def test_tests_made_from_inputs():
     with pytest.raises(MinipsError, match="the row T/1 has no field canonical_solution"):
         code_tests.tests_from_inputs({name: value for name, value in ROW.items() if name != "canonical_solution"})
     assert code_tests.mended("assert _poly(*candidate(*inp), inp) <= 0.0001") == "assert abs(_poly(*inp, candidate(*inp))) <= 0.0001"
+    silent = "def assertion(out, exp):\n    if 0:\n        pass\n    else:\n        exact_match = exp == (out is not None)\n\nassertion(f(1), True)"
+    assert run("def f(x): return None", silent).passed and not run("def f(x): return None", code_tests.mended(silent)).passed
 
 
 def test_the_run_ends_with_its_caller(tmp_path):

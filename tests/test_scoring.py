@@ -79,7 +79,7 @@ CODE = [  # text, a part of what is run (None: nothing is)
     ("```\ndef f(xs): return 2\n```", "return 2"), ("```Python\ndef f(xs): return 3", "return 3"), ("def f(xs):\n    return 4", "return 4"),
     ("Here:\n\nimport math\ndef f(xs):\n    return 5", "import math"), ("```python\ndef f(xs): return 6\n```\nUse:\n```python\nf([1])\n```", "return 6"),
     ("```bash\nls\n```\n```python\ndef f(xs): return 7\n```", "return 7"), ("<think>```python\ndef f(): 0\n```</think>\n```python\ndef f(xs): return 8\n```", "return 8"),
-    ("```python\n    return sum(xs)\n```", "def f(xs: List[int])"), ("    return sum(xs)", "def f(xs: List[int])"), ("```python\nreturn sum(xs)\n```", "    return sum(xs)"),
+    ("```python\n    return sum(xs)\n```", "def f(xs: List[int])"), ("    return sum(xs)", "def f(xs: List[int])"), ("\n\n    def g(): pass\n    return 0", "def g()"), (" Here:\n```python\ndef f(xs): return 1\n```", "return 1"), ("```python\nreturn sum(xs)\n```", "    return sum(xs)"),
     ("```python\ndef f(xs): return helper(9)\n```", "def helper(x)"), ("```json\n{}\n```", None), ("no code", None), ("", None), ("```python\n```", None),
 ]  # fmt: skip
 

@@ -64,12 +64,15 @@ def tests_from_inputs(row: Mapping) -> str:
 
 
 def mended(tests: str) -> str:
-    """Published tests without two known mistakes.
+    """Published tests without three known mistakes.
 
     HumanEval/32 unpacks find_zero's root instead of putting it into the polynomial, so that no answer passes. Mbpp/255 has one
-    input with a result of 128 million words, several gigabytes in each process that looks at it.
+    input with a result of 128 million words, several gigabytes in each process that looks at it. Mbpp/737, 787 and 794 compute
+    whether the result is right, and then do not assert it.
     """
     tests = tests.replace("assert _poly(*candidate(*inp), inp) <= 0.0001", "assert abs(_poly(*inp, candidate(*inp))) <= 0.0001")
+    found = "        exact_match = exp == (out is not None)\n"
+    tests = tests.replace(found, f"{found}    assert exact_match\n")
     return tests.replace(f"{_TOO_LARGE}, ".replace('"', "'"), "")
 
 

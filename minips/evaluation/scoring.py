@@ -105,7 +105,7 @@ def extract_code(text: str, example: Example, rules: str = "minips") -> str | No
     if _official(rules):
         return official.python_block(official.after_think(text))
     stub, entry = example.meta.get("stub") or "", example.meta.get("entry_point")
-    continues = stub and re.match(r"(?:[ \t]*\n)*[ \t]+[^\s`]", text)  # the head is gone on with, without a block
+    continues = stub and "```" not in text and re.match(r"(?:[ \t]*\n)*[ \t]+\S", text)  # goes on below the head
     source = text if continues else answers.code(text)
     if source is None or not source.strip():
         return None
