@@ -26,9 +26,10 @@ NUMBER = [  # text, extracted
     ("\\boxed{x=-17}", "-17"), ("\\boxed{\\frac{3}{4}}", "3/4"), ("\\boxed{25\\%}", "25"), ("\\boxed{3} \\boxed{about 7 apples}", "7"),
     ("\\boxed{\\text{D}}", None), ("work 3+4\n#### 1,200", "1200"), ("#### -3", "-3"), ("The answer is 5 + 3 = 8.", "8"),
     ("The answer is 18. She has 3 left.", "18"), ("**Answer: $1,000,000**", "1000000"), ("the total is 7 apples and 12 pears", "12"),
-    ("He runs 10-12 miles", "12"), ("it falls to -4 degrees", "-4"), ("-$5", "-5"), ("value 3.50.", "7/2"), ("pay $.75", "3/4"), ("1 1/2 cups", "3/2"),
-    ("<think>5</think>\nno number", None), ("\\boxed{}", None), ("", None), ("x", None), ("<answer>70,000</answer>", "70000"),
-    ("1.5e3 J", "1500"), ("The final answer is -10.", "-10"), ("answer: 1/0", None), ("9" * 400, None), ("in 2,125 days", "2125"),
+    ("He runs 10-12 miles", "12"), ("it falls to -4 degrees", "-4"), ("-$5", "-5"), ("value 3.50.", "7/2"), ("pay $.75", "3/4"),
+    ("1 1/2 cups", "3/2"), ("<think>5</think>\nno number", None), ("\\boxed{}", None), ("", None), ("x", None),
+    ("<answer>70,000</answer>", "70000"), ("1.5e3 J", "1500"), ("The final answer is -10.", "-10"), ("answer: 1/0", None),
+    ("9" * 400, None), ("in 2,125 days", "2125"),
 ]  # fmt: skip
 
 
@@ -48,13 +49,15 @@ def test_numbers_are_compared_as_numbers():
 
 
 CHOICE = [  # text, letter; labels A to D
-    ("\\boxed{C}", "C"), ("\\boxed{ c }", "C"), ("\\boxed{\\text{C}}", "C"), ("\\boxed{\\textbf{(C)}}", "C"), ("\\boxed{C. the Sun}", "C"),
-    ("\\boxed{the Sun}", "C"), ("\\boxed{A} or rather \\boxed{B}", "B"), ("The answer is (C).", "C"), ("the answer is C because of heat", "C"),
-    ("The correct option is **B**", "B"), ("Answer: D", "D"), ("answer: (b)", "B"), ("C", "C"), ("C.", "C"), ("(C)", "C"), ("c", "C"), ("C) the Sun", "C"),
-    ("It is hot.\n\nC", "C"), ("A planet moves.", None), ("The answer is A planet", None), ("A is wrong, B is wrong. The answer is A.", "A"),
-    ("The answer is the Sun.", "C"), ("the Moon of Mars", "D"), ("I choose the Moon", "B"), ("either the Sun or a red planet", None),
+    ("\\boxed{C}", "C"), ("\\boxed{ c }", "C"), ("\\boxed{\\text{C}}", "C"), ("\\boxed{\\textbf{(C)}}", "C"),
+    ("\\boxed{C. the Sun}", "C"), ("\\boxed{the Sun}", "C"), ("\\boxed{A} or rather \\boxed{B}", "B"), ("The answer is (C).", "C"),
+    ("the answer is C because of heat", "C"), ("The correct option is **B**", "B"), ("Answer: D", "D"), ("answer: (b)", "B"), ("C", "C"),
+    ("C.", "C"), ("(C)", "C"), ("c", "C"), ("C) the Sun", "C"), ("It is hot.\n\nC", "C"), ("A planet moves.", None),
+    ("The answer is A planet", None), ("A is wrong, B is wrong. The answer is A.", "A"), ("The answer is the Sun.", "C"),
+    ("the Moon of Mars", "D"), ("I choose the Moon", "B"), ("either the Sun or a red planet", None),
     ("<think>The answer is A</think> B", "B"), ("<answer>D</answer>", "D"), ("", None), ("I have no idea", None), ("E", None),
-    ("Option B is right", "B"), ("I would go with (D) here", "D"), ("\\boxed{E}", None), ("**C**. It shines.", "C"), ("$\\boxed{\\mathrm{B}}$", "B"),
+    ("Option B is right", "B"), ("I would go with (D) here", "D"), ("\\boxed{E}", None), ("**C**. It shines.", "C"),
+    ("$\\boxed{\\mathrm{B}}$", "B"),
 ]  # fmt: skip
 
 
@@ -76,11 +79,15 @@ def test_choice_by_digits_and_without_option_texts():
 STUB = 'from typing import List\n\n\ndef helper(x):\n    return x + 1\n\n\ndef f(xs: List[int]) -> int:\n    """Sum."""\n'
 CODE = [  # text, a part of what is run (None: nothing is)
     ("```python\ndef f(xs):\n    return sum(xs)\n```", "return sum(xs)"), ("```py\ndef f(xs): return 1\n```", "return 1"),
-    ("```\ndef f(xs): return 2\n```", "return 2"), ("```Python\ndef f(xs): return 3", "return 3"), ("def f(xs):\n    return 4", "return 4"),
-    ("Here:\n\nimport math\ndef f(xs):\n    return 5", "import math"), ("```python\ndef f(xs): return 6\n```\nUse:\n```python\nf([1])\n```", "return 6"),
-    ("```bash\nls\n```\n```python\ndef f(xs): return 7\n```", "return 7"), ("<think>```python\ndef f(): 0\n```</think>\n```python\ndef f(xs): return 8\n```", "return 8"),
-    ("```python\n    return sum(xs)\n```", "def f(xs: List[int])"), ("    return sum(xs)", "def f(xs: List[int])"), ("\n\n    def g(): pass\n    return 0", "def g()"), (" Here:\n```python\ndef f(xs): return 1\n```", "return 1"), ("```python\nreturn sum(xs)\n```", "    return sum(xs)"),
-    ("```python\ndef f(xs): return helper(9)\n```", "def helper(x)"), ("```json\n{}\n```", None), ("no code", None), ("", None), ("```python\n```", None),
+    ("```\ndef f(xs): return 2\n```", "return 2"), ("```Python\ndef f(xs): return 3", "return 3"),
+    ("def f(xs):\n    return 4", "return 4"), ("Here:\n\nimport math\ndef f(xs):\n    return 5", "import math"),
+    ("```python\ndef f(xs): return 6\n```\nUse:\n```python\nf([1])\n```", "return 6"),
+    ("```bash\nls\n```\n```python\ndef f(xs): return 7\n```", "return 7"),
+    ("<think>```python\ndef f(): 0\n```</think>\n```python\ndef f(xs): return 8\n```", "return 8"),
+    ("```python\n    return sum(xs)\n```", "def f(xs: List[int])"), ("    return sum(xs)", "def f(xs: List[int])"),
+    ("\n\n    def g(): pass\n    return 0", "def g()"), (" Here:\n```python\ndef f(xs): return 1\n```", "return 1"),
+    ("```python\nreturn sum(xs)\n```", "    return sum(xs)"), ("```python\ndef f(xs): return helper(9)\n```", "def helper(x)"),
+    ("```json\n{}\n```", None), ("no code", None), ("", None), ("```python\n```", None),
 ]  # fmt: skip
 
 
@@ -104,12 +111,14 @@ def test_code_is_run():
 
 
 GAIA = [  # text, reference, right
-    ("<answer>Paris</answer>", "paris", 1), ("FINAL ANSWER: Paris.", "Paris", 1), ("x\nFINAL ANSWER: 17", "17", 1), ("<answer>$1,000</answer>", "1000", 1),
-    ("<answer>10%</answer>", "10", 1), ("<answer>10.5</answer>", "10.5", 1), ("<answer>ten</answer>", "10", 0), ("<answer>St. John</answer>", "St John", 1),
-    ("<answer>sea gull</answer>", "Seagull", 1), ("<answer>a, b, c</answer>", "a,b,c", 1), ("<answer>a; b, c</answer>", "a, b, c", 1),
-    ("<answer>a, c, b</answer>", "a, b, c", 0), ("<answer>a, b</answer>", "a, b, c", 0), ("<answer>1, two</answer>", "1.0, Two", 1),
-    ("<answer>a. b, c</answer>", "ab, c", 0), ("<answer>1</answer> then <answer>2</answer>", "2", 1), ("<think><answer>1</answer></think>3", "3", 1),
-    ("I think it is\nParis", "Paris", 1), ("", "x", 0), ("<answer></answer>", "x", 0), ("\\boxed{7}", "7", 1), ("The answer is Rome.", "Rome", 1),
+    ("<answer>Paris</answer>", "paris", 1), ("FINAL ANSWER: Paris.", "Paris", 1), ("x\nFINAL ANSWER: 17", "17", 1),
+    ("<answer>$1,000</answer>", "1000", 1), ("<answer>10%</answer>", "10", 1), ("<answer>10.5</answer>", "10.5", 1),
+    ("<answer>ten</answer>", "10", 0), ("<answer>St. John</answer>", "St John", 1), ("<answer>sea gull</answer>", "Seagull", 1),
+    ("<answer>a, b, c</answer>", "a,b,c", 1), ("<answer>a; b, c</answer>", "a, b, c", 1), ("<answer>a, c, b</answer>", "a, b, c", 0),
+    ("<answer>a, b</answer>", "a, b, c", 0), ("<answer>1, two</answer>", "1.0, Two", 1), ("<answer>a. b, c</answer>", "ab, c", 0),
+    ("<answer>1</answer> then <answer>2</answer>", "2", 1), ("<think><answer>1</answer></think>3", "3", 1),
+    ("I think it is\nParis", "Paris", 1), ("", "x", 0), ("<answer></answer>", "x", 0), ("\\boxed{7}", "7", 1),
+    ("The answer is Rome.", "Rome", 1),
 ]  # fmt: skip
 
 
@@ -119,12 +128,15 @@ def test_gaia(text, reference, right):
 
 
 DIAGNOSIS = [  # text, labels named, at most two
-    ('<answer>["VACUUM", "LOCK_CONTENTION"]</answer>', "LOCK_CONTENTION, VACUUM"), ('<answer>["vacuum"]</answer>', "VACUUM"), ("<answer>[]</answer> VACUUM", None),
-    ("It is lock contention, then maybe VACUUM", "LOCK_CONTENTION, VACUUM"), ("<answer>Lock-Contention</answer>", "LOCK_CONTENTION"), ("nothing", None), ("", None),
-    ('<answer>```json\n["REDUNDANT_INDEX"]\n```</answer>', "REDUNDANT_INDEX"), ('<answer>{"root_cause": "FETCH_LARGE_DATA (slow)"}</answer>', "FETCH_LARGE_DATA"),
-    ("<think>VACUUM</think> REDUNDANT_INDEX", "REDUNDANT_INDEX"), ('<answer>["A"]</answer> <answer>["VACUUM"]</answer>', "VACUUM"), ("autovacuums", None),
-    ('<answer>["INSERT_LARGE_DATA", "VACUUM", "REDUNDANT_INDEX"]</answer>', "INSERT_LARGE_DATA, VACUUM"), ('<answer>["VACUUM", "VACUUM"]</answer>', "VACUUM"),
-    ("<answer>VACUUM; FETCH_LARGE_DATA.</answer>", "FETCH_LARGE_DATA, VACUUM"), ("Root causes: **INSERT_LARGE_DATA**", "INSERT_LARGE_DATA"), ("<answer>[", None),
+    ('<answer>["VACUUM", "LOCK_CONTENTION"]</answer>', "LOCK_CONTENTION, VACUUM"), ('<answer>["vacuum"]</answer>', "VACUUM"),
+    ("<answer>[]</answer> VACUUM", None), ("It is lock contention, then maybe VACUUM", "LOCK_CONTENTION, VACUUM"),
+    ("<answer>Lock-Contention</answer>", "LOCK_CONTENTION"), ("nothing", None), ("", None),
+    ('<answer>```json\n["REDUNDANT_INDEX"]\n```</answer>', "REDUNDANT_INDEX"),
+    ('<answer>{"root_cause": "FETCH_LARGE_DATA (slow)"}</answer>', "FETCH_LARGE_DATA"),
+    ("<think>VACUUM</think> REDUNDANT_INDEX", "REDUNDANT_INDEX"), ('<answer>["A"]</answer> <answer>["VACUUM"]</answer>', "VACUUM"),
+    ("autovacuums", None), ('<answer>["INSERT_LARGE_DATA", "VACUUM", "REDUNDANT_INDEX"]</answer>', "INSERT_LARGE_DATA, VACUUM"),
+    ('<answer>["VACUUM", "VACUUM"]</answer>', "VACUUM"), ("<answer>VACUUM; FETCH_LARGE_DATA.</answer>", "FETCH_LARGE_DATA, VACUUM"),
+    ("Root causes: **INSERT_LARGE_DATA**", "INSERT_LARGE_DATA"), ("<answer>[", None),
 ]  # fmt: skip
 
 
@@ -146,10 +158,12 @@ def test_labels_partly_right():
 
 
 SPAN = [  # text, references, em, f1
-    ("Paris", ["Paris"], 1, 1), ("The Paris.", ["paris"], 1, 1), ("in Paris", ["Paris"], 0, 2 / 3), ("London", ["Paris"], 0, 0), ("", ["Paris"], 0, 0),
-    ("Paris, France", ["Paris", "Paris France"], 1, 1), ("The answer is Wilhelm Röntgen.", ["Wilhelm Röntgen"], 1, 1), ("Paris\n\nIt is in France.", ["Paris"], 1, 1),
-    ("<answer>an apple</answer>", ["apple"], 1, 1), ("<think>Rome</think>Paris", ["Paris"], 1, 1), ("Answer: Paris", ["Paris"], 1, 1), ("...", ["Paris"], 0, 0),
-    ("Sure, here it is:\nParis", ["Paris"], 1, 1), ("the", ["the Who"], 0, 0), ("May 18 2018", ["May 18, 2018"], 1, 1), ("a b b", ["b b c"], 0, 0.8), ("x", [], 0, 0),
+    ("Paris", ["Paris"], 1, 1), ("The Paris.", ["paris"], 1, 1), ("in Paris", ["Paris"], 0, 2 / 3), ("London", ["Paris"], 0, 0),
+    ("", ["Paris"], 0, 0), ("Paris, France", ["Paris", "Paris France"], 1, 1),
+    ("The answer is Wilhelm Röntgen.", ["Wilhelm Röntgen"], 1, 1), ("Paris\n\nIt is in France.", ["Paris"], 1, 1),
+    ("<answer>an apple</answer>", ["apple"], 1, 1), ("<think>Rome</think>Paris", ["Paris"], 1, 1), ("Answer: Paris", ["Paris"], 1, 1),
+    ("...", ["Paris"], 0, 0), ("Sure, here it is:\nParis", ["Paris"], 1, 1), ("the", ["the Who"], 0, 0),
+    ("May 18 2018", ["May 18, 2018"], 1, 1), ("a b b", ["b b c"], 0, 0.8), ("x", [], 0, 0),
 ]  # fmt: skip
 
 
@@ -159,9 +173,10 @@ def test_span(text, references, em, f1):
 
 
 YES_NO = [
-    ("yes", "yes"), ("Yes, because 3 < 4.", "yes"), ("No.", "no"), ("no", "no"), ("The answer is yes.", "yes"), ("**No**", "no"), ("True", "yes"), ("false", "no"),
-    ("There is no evidence against it, so yes.", "yes"), ("Answer: No", "no"), ("\\boxed{\\text{no}}", "no"), ("<answer>yes</answer>", "yes"), ("\\boxed{no}", "no"),
-    ("<think>yes</think> no", "no"), ("", None), ("perhaps", None), ("There is no doubt about it", None), ("I know nothing", None), ("It could. So: no.", "no"),
+    ("yes", "yes"), ("Yes, because 3 < 4.", "yes"), ("No.", "no"), ("no", "no"), ("The answer is yes.", "yes"), ("**No**", "no"),
+    ("True", "yes"), ("false", "no"), ("There is no evidence against it, so yes.", "yes"), ("Answer: No", "no"),
+    ("\\boxed{\\text{no}}", "no"), ("<answer>yes</answer>", "yes"), ("\\boxed{no}", "no"), ("<think>yes</think> no", "no"), ("", None),
+    ("perhaps", None), ("There is no doubt about it", None), ("I know nothing", None), ("It could. So: no.", "no"),
 ]  # fmt: skip
 
 
@@ -174,8 +189,9 @@ def test_yes_no(text, expected):
 
 KEY = "d1ff29be-4e2a-4208-a182-0cea716be3d4"
 EXACT = [
-    (KEY, 1), (f"The value is {KEY}.", 1), (KEY.upper(), 1), (f'"{KEY}"', 1), (f"<think>{KEY}</think> no", 0), (KEY[:-1], 0), (KEY + "0", 0), ("0" + KEY, 0),
-    (KEY[:-1] + "5", 0), ("", 0), ("none", 0), (f"<answer>{KEY}</answer>", 1), (f"a54e2eed: {KEY}", 1), (KEY.replace("-", ""), 0), (f"{KEY}-1", 0), (f"({KEY})", 1),
+    (KEY, 1), (f"The value is {KEY}.", 1), (KEY.upper(), 1), (f'"{KEY}"', 1), (f"<think>{KEY}</think> no", 0), (KEY[:-1], 0),
+    (KEY + "0", 0), ("0" + KEY, 0), (KEY[:-1] + "5", 0), ("", 0), ("none", 0), (f"<answer>{KEY}</answer>", 1), (f"a54e2eed: {KEY}", 1),
+    (KEY.replace("-", ""), 0), (f"{KEY}-1", 0), (f"({KEY})", 1),
 ]  # fmt: skip
 
 
@@ -239,8 +255,11 @@ def test_every_kind_has_a_pair():
 def test_no_string_raises_and_no_answer_scores_nothing():
     rng = random.Random(2)
     row = example("C", labels=list("ABCD"), options=OPTIONS, root_causes=["VACUUM"], tests="", entry_point="f")
-    pieces = ["\\boxed{", "}", "{", "<answer>", "</answer>", "</think>", "The answer is", "Answer:", "####", "```python\n", "```", "\n", " ", "1,000", "-", "$",
-              "(C)", "A", "yes", "no.", ".", "\\text{", "[", "]", '"', "VACUUM", "\\frac{1}{", "½", "\x00", "\ud800", "😀", "def f():", "1/0", "nan", "inf"]  # fmt: skip
+    pieces = [
+        "\\boxed{", "}", "{", "<answer>", "</answer>", "</think>", "The answer is", "Answer:", "####", "```python\n", "```", "\n", " ",
+        "1,000", "-", "$", "(C)", "A", "yes", "no.", ".", "\\text{", "[", "]", '"', "VACUUM", "\\frac{1}{", "½", "\x00", "\ud800", "😀",
+        "def f():", "1/0", "nan", "inf",
+    ]  # fmt: skip
     for _ in range(600):
         text = "".join(rng.choices(pieces, k=rng.randint(0, 14)))
         for kind in PAIRS:

@@ -21,7 +21,8 @@ _PHRASE = re.compile(
 )
 _NUMBER = re.compile(
     r"(?P<sign>(?<![\w.)\]])-\s?)?(?:[$€£]\s?(?P<minus>-)?)?\s?"
-    r"(?:(?P<whole>\d{1,3}(?:,\d{3})+|\d+)(?:\s+(?P<mixed>\d+/\d+)|/(?P<under>\d+)(?![\d/])|(?P<part>\.\d+)?(?P<power>[eE][+-]?\d{1,3}\b)?)|(?P<bare>\.\d+))"
+    r"(?:(?P<whole>\d{1,3}(?:,\d{3})+|\d+)"
+    r"(?:\s+(?P<mixed>\d+/\d+)|/(?P<under>\d+)(?![\d/])|(?P<part>\.\d+)?(?P<power>[eE][+-]?\d{1,3}\b)?)|(?P<bare>\.\d+))"
 )
 
 
