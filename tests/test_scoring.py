@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from minips.errors import MinipsError
 from minips.evaluation import official, scoring
 from minips.evaluation.example import Example
 
@@ -241,7 +242,7 @@ def test_official_rules_keep_the_faults_of_the_release():
     assert first(scoring.score_maths("\\boxed{\\frac{3}{4}}", example("\\frac{3}{4}"), "official")) == 0
     assert first(scoring.score_gaia("<answer>10%</answer>", example("10"), "official")) == 0
     assert first(scoring.score_number("\\boxed{073}", example("73", integer=True), "official")) == 1
-    with pytest.raises(ValueError, match="rules is 'ours', expected one of minips, official"):
+    with pytest.raises(MinipsError, match="rules is 'ours', expected one of minips, official"):
         scoring.score_number("1", example("1"), "ours")
 
 

@@ -181,9 +181,9 @@ def choice(text: str, labels: Sequence[str], options: Sequence[str] = ()) -> str
     text = after_thinking(text)
     if marked := boxed(text) or tagged(text):
         return _label_of(marked, labels, options) or _in_sentence(marked, labels) or _by_text(marked, labels, options)
-    if line := phrased(text):
-        if found := _label_of(line, labels, options) or _leading(line, labels) or _by_text(line, labels, options):
-            return found
+    line = phrased(text) or ""
+    if found := _label_of(line, labels, options) or _leading(line, labels) or _by_text(line, labels, options):
+        return found
     for line in (text.strip(), first_line(text) or "", last_line(text) or ""):
         if found := _label_of(line, labels, options):
             return found

@@ -8,7 +8,8 @@ the code runs as an unprivileged user, sees no network and no foreign process, f
 empty one in memory, cannot gain privileges, has limits on processor time, address space, files and processes, and nothing that
 it started outlives the run. `RunResult.isolation` says which of these held; on other systems limits, a stripped environment, an
 own session and a temporary folder remain. What is never promised: files that everybody may read can be read; memory is limited
-per process, not in total; a bug of the kernel is not defended against. The verdict is safe as far as the processes are apart:
+per process, not in total; a bug of the kernel is not defended against; where no namespaces are given and the caller is not
+root, the code is the caller's own user and could reach its files and processes. The verdict is safe as far as the processes are apart:
 tests see plain values only, and the code never sees the tests.
 """
 
@@ -22,6 +23,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -70,7 +72,7 @@ def run_code(source: str, *, tests: str, entry_point: str | None = None, timeout
         raise MinipsError(f"timeout is {timeout!r}, expected a positive number of seconds")
     job = json.dumps({"source": source, "tests": tests, "entry_point": entry_point, "timeout": timeout}).encode()
     inside = {**asdict(limits), "cpu": math.ceil(timeout)}
-    deadline = WALL * timeout + _GRACE
+    started, deadline = time.monotonic(), WALL * timeout + _GRACE
     with tempfile.TemporaryDirectory(prefix="minips-run-", ignore_cleanup_errors=True) as folder:
         process = subprocess.Popen(
             [sys.executable, "-I", str(_INSIDE), folder, json.dumps(inside), str(os.getpid())],
@@ -83,14 +85,15 @@ def run_code(source: str, *, tests: str, entry_point: str | None = None, timeout
         )
         try:
             answer, _ = process.communicate(job, deadline)
+            reason = "the tests ended without a verdict"
         except subprocess.TimeoutExpired:
-            answer = b""
+            answer, reason = b"", f"no verdict within {deadline:g} s"
         finally:
             _kill(process)
     try:
         verdict = json.loads(answer)
     except ValueError:
-        return RunResult(False, f"no verdict within {deadline:g} s", deadline)
+        return RunResult(False, reason, time.monotonic() - started)
     if "broken" in verdict:
         raise MinipsError(f"the sandbox could not be set up: {verdict['broken']}")
     return RunResult(**verdict)

@@ -11,6 +11,7 @@ import re
 import string
 from collections import Counter
 
+from ..errors import MinipsError
 from . import answers, official
 from .code_tests import mended
 from .example import RULES, Example
@@ -23,7 +24,7 @@ CODE_SECONDS = 10.0  # of processor time, where the example says nothing
 
 def _official(rules: str) -> bool:
     if rules not in RULES:
-        raise ValueError(f"rules is {rules!r}, expected one of {', '.join(RULES)}")
+        raise MinipsError(f"rules is {rules!r}, expected one of {', '.join(RULES)}")
     return rules == "official"
 
 

@@ -47,9 +47,9 @@ def solve(channel: Channel) -> None:
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
     try:
-        exec(compile(job["source"], "solution.py", "exec"), module.__dict__)
+        exec(compile(job["source"], "solution.py", "exec"), module.__dict__)  # noqa: S102 - the purpose of this program
         loaded = {"names": [name for name, value in module.__dict__.items() if callable(value)]}
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - whatever the code raises
         loaded = {"error": told(error)}
     channel.send(loaded)
     while call := channel.receive().get("call"):
@@ -57,7 +57,7 @@ def solve(channel: Channel) -> None:
         try:
             value = module.__dict__[name](*decode(args), **decode(kwargs))
             reply = {"value": encode(value)}
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - whatever the code raises
             reply = {"error": told(error)}
         channel.send(reply)
 
@@ -90,7 +90,7 @@ def judge(job: dict, channel: Channel) -> None:
     # A solution may hand out its own functions, but must not replace what the tests take for Python's.
     space = {name: proxy(name) for name in names_in(code) & names if not hasattr(builtins, name) or name == entry}
     space["__name__"] = "tests"
-    exec(code, space)
+    exec(code, space)  # noqa: S102
     if getattr(space.get("check"), "__globals__", None) is space and not re.search(r"^check\(", job["tests"], re.MULTILINE):
         if not entry:
             raise Failed("the tests define check(candidate) and no entry point is named")
@@ -159,7 +159,7 @@ def test(folder: str, limits: dict, held: dict[str, bool], result: int) -> None:
         reason = f"no end after {WALL * job['timeout']:g} s by the clock"
     except AssertionError as error:
         reason = f"a test failed ({told(error)})"
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - whatever the tests raise
         if "ended its process" in str(error):
             until = time.monotonic() + 0.5
             while alive() and time.monotonic() < until:
@@ -193,7 +193,7 @@ def main() -> None:
     if tester == 0:
         try:
             test(folder, limits, held, result)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - the caller is told
             os.write(result, json.dumps({"broken": told(error)}).encode())
         finally:
             os._exit(0)

@@ -92,7 +92,7 @@ def close_files(folder: str, size: int) -> bool:
     attributes = struct.pack("QQQQ", 0x3, 0, 0, 0)  # read-only, no set-user-id
     held = libc.syscall(ctypes.c_long(442), ctypes.c_int(-100), b"/", ctypes.c_uint(0x8000), attributes, ctypes.c_size_t(32)) == 0
     held = held and mount("tmpfs", folder, "tmpfs", no_devices_no_suid, f"size={size},nr_inodes=4096,mode=1777")
-    if held and not mount("proc", "/proc", "proc", no_devices_no_suid):
+    if not mount("proc", "/proc", "proc", no_devices_no_suid):
         mount("tmpfs", "/proc", "tmpfs", no_devices_no_suid | read_only)  # other processes must not be seen
     return held
 

@@ -141,6 +141,6 @@ def told(error: BaseException) -> str:
     """An exception in one line of at most 300 characters."""
     try:
         text = str(error)
-    except BaseException:  # a hostile exception
+    except BaseException:  # noqa: BLE001 - a hostile exception
         text = ""
     return f"{type(error).__name__}: {text}"[:300].rstrip(": ")
