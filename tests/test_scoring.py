@@ -170,7 +170,21 @@ SPAN = [  # text, references, em, f1
 
 @pytest.mark.parametrize(("text", "references", "em", "f1"), SPAN)
 def test_span(text, references, em, f1):
-    assert scoring.score_span(text, example(*references)) == {"em": em, "f1": pytest.approx(f1)}
+    found = scoring.score_span(text, example(*references))
+    assert list(found) == ["em", "f1", "contains"] and found["em"] == em and found["f1"] == pytest.approx(f1)
+    assert found["contains"] >= em
+
+
+CONTAINS = [  # text, references, whether the words stand in it as a run
+    ("It was Paris, in France.", ["Paris"], 1), ("It is in the parish.", ["Paris"], 0), ("born in May 18, 2018, he", ["May 18 2018"], 1),
+    ("Scott Glenn and Ann Scott", ["Ann Glenn", "Glenn Scott"], 0), ("<think>Paris</think> London", ["Paris"], 0),
+    ("The who?", ["the Who"], 1), ("anything", ["the"], 0), ("", ["Paris"], 0), ("Rome or Paris", ["Oslo", "paris"], 1), ("x", [], 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "references", "expected"), CONTAINS)
+def test_contains(text, references, expected):
+    assert scoring.score_span(text, example(*references))["contains"] == expected
 
 
 YES_NO = [

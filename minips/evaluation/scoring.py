@@ -233,15 +233,17 @@ def extract_span(text: str, example: Example, rules: str = "minips") -> str | No
 
 
 def score_span(text: str, example: Example, rules: str = "minips") -> Scores:
-    """em: equal words; f1: of the words in common; each the best over the references."""
+    """em: equal words; f1: of the words in common; contains: the whole text has them as a run; each the best over the references."""
     said = (extract_span(text, example, rules) or "").split()
-    em = f1 = 0.0
+    whole = f" {' '.join(_words(answers.after_thinking(text)))} "
+    em = f1 = contains = 0.0
     for reference in example.references if said else ():
         wanted = _words(reference)
         common = sum((Counter(said) & Counter(wanted)).values())
         em = max(em, float(said == wanted))
         f1 = max(f1, 2 * common / (len(said) + len(wanted)))
-    return {"em": em, "f1": f1}
+        contains = max(contains, float(bool(wanted) and f" {' '.join(wanted)} " in whole))
+    return {"em": em, "f1": f1, "contains": contains}
 
 
 def extract_yes_no(text: str, example: Example, rules: str = "minips") -> str | None:
