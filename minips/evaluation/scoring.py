@@ -235,7 +235,7 @@ def extract_span(text: str, example: Example, rules: str = "minips") -> str | No
 def score_span(text: str, example: Example, rules: str = "minips") -> Scores:
     """em: equal words; f1: of the words in common; contains: the whole text has them as a run; each the best over the references."""
     said = (extract_span(text, example, rules) or "").split()
-    whole = f" {' '.join(_words(answers.after_thinking(text)))} "
+    whole = f" {' '.join([*_words(answers.after_thinking(text)), '|', *said])} "
     em = f1 = contains = 0.0
     for reference in example.references if said else ():
         wanted = _words(reference)
