@@ -7,9 +7,12 @@ import json
 import os
 import re
 import secrets
+import signal
 import sys
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
 from .config import DEFAULT_MODEL, SamplingParams
@@ -232,7 +235,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     with open_screen(quiet=args.quiet, answer=not args.json) as screen:
         warnings.showwarning = lambda message, *_, **__: screen.say(f"minips: warning: {message}")
-        from .running import load, run_workflow
+        with ends_at_once_on_ctrl_c():
+            from .running import load, run_workflow
 
         engine, synthesizer = load(data, screen, progress=not args.quiet)
         if args.interactive:
@@ -245,6 +249,24 @@ def run(args: argparse.Namespace) -> int:
 
         print_json(record(engine, synthesizer, data, outcome))
     return 0
+
+
+@contextmanager
+def ends_at_once_on_ctrl_c() -> Iterator[None]:
+    """For the import of torch, which takes seconds and now and then swallows the exception that Ctrl-C raises."""
+
+    def end(*_: object) -> None:
+        os.write(2, b"\nminips: interrupted\n")
+        os._exit(130)
+
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield  # somebody else's handler stays
+        return
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def chat_settings(data: dict, args: argparse.Namespace) -> ChatSettings:
