@@ -7,11 +7,7 @@ The release: `cache_mapper.pt`, an optional `cache_mapper_config.json`, and the 
 
 from __future__ import annotations
 
-import json
-import os
 import pickle
-import shutil
-import tempfile
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -25,6 +21,7 @@ from torch import Tensor
 
 from .config import MergeOptions, ModelConfig, is_integer, read_json
 from .errors import MinipsError, brief
+from .files import write_folder, write_json
 from .lora import LoraAdapter, read_lora
 from .mapper import CacheMapper, MapperConfig
 from .model import Model
@@ -71,9 +68,7 @@ def form_of(place: Path) -> str:
     return "released" if (place / "cache_mapper.pt").exists() or (place / "judger_lora").exists() else "peft"
 
 
-def load_adapter(
-    folder: str | Path, model: Model, fingerprint: Callable[[], str], *, parts: str = "both", force: bool = False
-) -> Adapter:
+def load_adapter(folder: str | Path, model: Model, fingerprint: Callable[[], str], *, parts: str = "both", force: bool = False) -> Adapter:
     """Read an adapter for `model`. parts: both, mapper_only, lora_only or none. force: accept other base weights.
 
     fingerprint: gives the base model's, asked only where the adapter names one.
@@ -96,9 +91,7 @@ def load_adapter(
     return adapter
 
 
-def _load_ours(
-    place: Path, model: Model, fingerprint: Callable[[], str], force: bool, with_mapper: bool, with_lora: bool
-) -> Adapter:
+def _load_ours(place: Path, model: Model, fingerprint: Callable[[], str], force: bool, with_mapper: bool, with_lora: bool) -> Adapter:
     path = place / "minips.json"
     info, mapper_config, options = read_info(place)
     expected, found = model_shape(model.config), info.get("model_shape")
@@ -324,28 +317,3 @@ def write_lora(lora: LoraAdapter, place: Path, model: Model | None = None) -> No
             tensors[f"base_model.model.{name}.weight"] = weight[: lora.base_rows].detach().cpu().clone()
     save_file(tensors, place / "adapter_model.safetensors", metadata={"format": "pt"})
     write_json(place / "adapter_config.json", lora.config)
-
-
-def write_json(path: Path, data: dict) -> None:
-    path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def write_folder(folder: str | Path, fill: Callable[[Path], None]) -> Path:
-    """Make `folder` whole or not at all: `fill` writes into a sibling, which is then renamed."""
-    folder = Path(folder)
-    try:
-        if folder.exists() or folder.is_symlink():
-            raise MinipsError(f"{folder}: exists already, expected a new folder")
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        try:
-            work.chmod(0o755)
-            fill(work)
-            os.rename(work, folder)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
-    except MinipsError:
-        raise
-    except (OSError, SafetensorError, RuntimeError, ValueError) as error:  # the latter of safetensors and torch.save, on a full disk
-        raise MinipsError(f"{folder}: cannot be written ({getattr(error, 'strerror', None) or error})") from None
-    return folder

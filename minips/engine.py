@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from .answering import answer, answer_batch, score_ids
+from .branch_files import load_branches, save_branches
 from .chat import ChatFormat, detect_format
 from .config import DEFAULT_MODEL, EngineConfig, ModelConfig, SamplingParams
 from .decoding import DecodeRow, Writer, decode_rows, open_writers, prefill
@@ -325,6 +326,16 @@ class Engine:
         started = time.perf_counter()
         ids = [self.prompts.encode(prompt, "full", raw=raw, system=system) for prompt in prompts]
         return answer_batch(self, [self.empty_branch() for _ in ids], ids, params, self.model, started, targets=targets)
+
+    def save_branches(self, branches: Sequence[Branch], folder: str | Path, *, tokens: tuple[int, int] | None = None) -> Path:
+        """Write branches and their shared prefix as a new folder; see `branch_files.save_branches`."""
+        return save_branches(self.check_branches(branches, "save_branches"), folder, tokens=tokens)
+
+    def load_branches(
+        self, folder: str | Path, *, prefix: Branch | None = None, start: int | None = None, force: bool = False
+    ) -> list[Branch]:
+        """Branches from such a folder, as live ones; see `branch_files.load_branches`."""
+        return load_branches(self, folder, prefix=prefix, start=start, force=force)
 
     # State
 

@@ -10,6 +10,7 @@ import os
 import weakref
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -221,6 +222,17 @@ class Branch:
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{self.num_cached} cached"
         return f"Branch({self.num_tokens} tokens, {state}, {len(self.output_ids)} decoded, finish_reason={self.finish_reason!r})"
+
+
+def shared_prefix(branches: Sequence[Branch]) -> list[Segment]:
+    """c_sh: the leading segments that all branches share by identity, as far as each inherited them by its fork."""
+    run: list[Segment] = []
+    for index in range(min((branch.fork_depth for branch in branches), default=0)):
+        segment = branches[0].segments[index]
+        if any(branch.segments[index] is not segment for branch in branches):
+            break
+        run.append(segment)
+    return run
 
 
 def default_kv_tokens(max_positions: int, bytes_per_token: int, device: torch.device) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from .config import MergeOptions
 from .errors import MinipsError, RoomError
-from .kv_cache import Branch, KVPool, Segment
+from .kv_cache import Branch, KVPool, Segment, shared_prefix
 from .mapper import CacheMapper
 from .rope import Rope
 from .transform import Job, Transform
@@ -51,20 +51,7 @@ class Plan:
         return [sum(piece.length for piece in pieces) for pieces in self.pieces]
 
 
-def shared_prefix(branches: Sequence[Branch]) -> list[Segment]:
-    """c_sh: the leading segments that all branches share by identity, as far as each inherited them by its fork."""
-    run: list[Segment] = []
-    for index in range(min((branch.fork_depth for branch in branches), default=0)):
-        segment = branches[0].segments[index]
-        if any(branch.segments[index] is not segment for branch in branches):
-            break
-        run.append(segment)
-    return run
-
-
-def plan_merge(
-    branches: Sequence[Branch], options: MergeOptions, limit: int, prefix: Branch | None = None, *, lossy: bool = True
-) -> Plan:
+def plan_merge(branches: Sequence[Branch], options: MergeOptions, limit: int, prefix: Branch | None = None, *, lossy: bool = True) -> Plan:
     """Decide a merge. limit: the model's number of positions. lossy: keys are stored in 16 bits or fewer.
 
     prefix: c_sh where there are no branches to tell it.

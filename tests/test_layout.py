@@ -7,9 +7,9 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "minips"
 LAYERS = [
     {"config", "errors", "results"},
-    {"rope", "attention", "sampling", "tokenizer", "chat", "gguf_convert", "hub", "weights"},
+    {"rope", "attention", "sampling", "tokenizer", "chat", "gguf_convert", "hub", "weights", "files"},
     {"kv_cache", "model", "lora", "mapper"},
-    {"prompts", "decoding", "answering", "engine", "adapter", "cuda_graph"},
+    {"prompts", "decoding", "answering", "engine", "adapter", "branch_files", "cuda_graph"},
     {"transform", "merge", "synthesis"},
     {"training", "evaluation", "screen", "screen_live", "workflow", "workflow_checks", "running", "record", "chat_loop"},
     {"generate", "convert", "adapters", "train", "distill", "evaluate"},
@@ -18,6 +18,7 @@ SAME_LAYER = {
     ("config", "errors"), ("results", "errors"), ("chat", "tokenizer"), ("hub", "gguf_convert"), ("hub", "weights"),
     ("gguf_convert", "weights"),
     ("answering", "decoding"), ("engine", "answering"), ("engine", "prompts"), ("engine", "decoding"), ("engine", "cuda_graph"),
+    ("engine", "branch_files"), ("branch_files", "engine"),
     ("answering", "engine"),  # for type checkers only
     ("synthesis", "merge"), ("merge", "transform"), ("lora", "model"),
     ("screen", "screen_live"), ("screen_live", "screen"), ("workflow", "workflow_checks"), ("running", "screen"), ("running", "workflow"),
