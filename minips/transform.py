@@ -26,6 +26,29 @@ class Job(NamedTuple):
     branch: int
 
 
+class KeyMove:
+    """Takes fp32 keys of n tokens from where they stand to their new place, with the map (if any) in between. Differentiable.
+
+    positions: the new ones; deltas: how far each token moves; branches: whose token each is; all int64 [n].
+    """
+
+    def __init__(
+        self, rope: Rope, positions: Tensor, deltas: Tensor, branches: Tensor, mapper: CacheMapper | None, coefficients: Coefficients | None
+    ):
+        bare = mapper is not None and mapper.config.key_space == "unrotated"
+        turn = rope.tables(positions - deltas if bare else deltas)
+        self.turn = (turn[0], -turn[1]) if bare else turn  # takes the old rotation off
+        self.place = rope.tables(positions) if bare else None
+        self.mapper, self.coefficients, self.branches = mapper, coefficients, branches
+
+    def __call__(self, layer: int, keys: Tensor) -> Tensor:
+        """keys fp32 [n, kv_heads, head_dim] of one layer."""
+        keys = apply_rope(keys, *self.turn)
+        if self.mapper is not None:
+            keys = self.mapper.map("key", layer, keys, self.coefficients, self.branches)
+        return keys if self.place is None else apply_rope(keys, *self.place)
+
+
 class Transform:
     """What a merge does to stored K and V. A map that is the identity is skipped, so that it changes no bit.
 
@@ -98,17 +121,10 @@ class Transform:
     def _keys(self, slots: Tensor, positions: Tensor, deltas: Tensor, branches: Tensor) -> None:
         if not self.maps_keys and not deltas.any():
             return
-        bare = self.maps_keys and self.mapper.config.key_space == "unrotated"
-        turn = self.rope.tables(positions - deltas if bare else deltas)
-        turn = (turn[0], -turn[1]) if bare else turn  # takes the old rotation off
-        place = self.rope.tables(positions) if bare else None
+        move = KeyMove(self.rope, positions, deltas, branches, self.mapper if self.maps_keys else None, self.coefficients)
         for layer, tensor in enumerate(self.pool.keys):
             flat = tensor.flatten(0, 1)
-            keys = apply_rope(flat.index_select(0, slots).float(), *turn)
-            if self.maps_keys:
-                keys = self.mapper.map("key", layer, keys, self.coefficients, branches)
-            if bare:
-                keys = apply_rope(keys, *place)
+            keys = move(layer, flat.index_select(0, slots).float())
             flat.index_copy_(0, slots, keys.to(flat.dtype))
 
     def _statistics(self, jobs: Sequence[Job]) -> Coefficients:
