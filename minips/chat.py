@@ -82,6 +82,11 @@ class ChatFormat:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return self._encode([*self._conversation(messages, system), *self._header("assistant")])
 
+    @property
+    def turn_end(self) -> int:
+        """The token with which the model ends its own turn."""
+        return self._end()[0]
+
     # Turns
 
     @property

@@ -83,7 +83,7 @@ def batch_loss(network: Network, items: Sequence[Item], options: MergeOptions, *
     total = hidden.new_zeros((), dtype=torch.float32)
     for first in range(0, len(wanted), LOGIT_CHUNK):
         part = slice(first, first + LOGIT_CHUNK)
-        total = total + checkpoint(_summed, model.lm_head, hidden[part], wanted[part], use_reentrant=False)
+        total = total + checkpoint(_summed, model.lm_head, hidden[part], wanted[part], engine.valid_vocab, use_reentrant=False)
     return total / len(wanted), len(wanted)
 
 
@@ -98,8 +98,9 @@ def _forward(model, ids: Tensor, positions: Tensor, attend: _Attend, layer_check
     return model.model.norm(x)
 
 
-def _summed(head: torch.nn.Module, hidden: Tensor, wanted: Tensor) -> Tensor:
-    return F.cross_entropy(head(hidden).float(), wanted, reduction="sum")
+def _summed(head: torch.nn.Module, hidden: Tensor, wanted: Tensor, valid_vocab: int) -> Tensor:
+    """Among the ids that the engine can choose, as it scores them."""
+    return F.cross_entropy(head(hidden).float()[:, :valid_vocab], wanted, reduction="sum")
 
 
 def _tokens(plan: Plan, pool: KVPool) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -1,0 +1,102 @@
+"""What a training run is: a JSON file, checked, with every default filled in."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+from ..config import DEFAULT_MODEL, MergeOptions, is_integer, read_json
+from ..errors import MinipsError, brief
+from ..lora import TARGETS
+from ..mapper import MapperConfig
+
+SCHEDULES = ("cosine", "constant")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One run. Learning rates are AdamW's peak values; steps are optimizer steps of batch * accumulation examples each.
+
+    mapper: fields of `MapperConfig`. rank 0 trains no LoRA. options: fields of `MergeOptions`, stored in the adapter. clip: largest
+    norm of the whole gradient (0: off). warmup: steps of linear rise. checkpoint_every: steps. layer_checkpoints saves memory, costs time.
+    """
+
+    model: str = DEFAULT_MODEL
+    mapper: dict = field(default_factory=lambda: {"kind": "low_rank"})
+    rank: int = 16
+    alpha: float = 32.0
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    options: dict = field(default_factory=dict)
+    steps: int = 1000
+    batch: int = 4
+    accumulation: int = 1
+    mapper_lr: float = 1e-4
+    lora_lr: float = 5e-5
+    weight_decay: float = 0.0
+    schedule: str = "cosine"
+    warmup: int = 20
+    clip: float = 1.0
+    seed: int = 0
+    checkpoint_every: int = 100
+    layer_checkpoints: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "targets", tuple(self.targets))
+        whole = {"steps": 1, "batch": 1, "accumulation": 1, "rank": 0, "warmup": 0, "seed": 0, "checkpoint_every": 1}
+        for name, least in whole.items():
+            self._require(name, lambda value, least=least: is_integer(value) and value >= least, f"an integer of at least {least}")
+        for name in ("mapper_lr", "lora_lr", "weight_decay", "clip", "alpha"):
+            self._require(
+                name,
+                lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e6,
+                "a number of at least 0",
+            )
+        self._require("schedule", lambda value: value in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
+        self._require("targets", lambda value: bool(value) and set(value) <= set(TARGETS), f"some of {', '.join(TARGETS)}")
+        self._require("layer_checkpoints", lambda value: isinstance(value, bool), "true or false")
+        self._require("model", lambda value: isinstance(value, str) and bool(value), "a name, folder or hub id")
+        mapper, options = self.mapper_config(), self.merge_options()
+        if options.anchor == "free" and mapper.key_space == "rotated":
+            raise MinipsError("training: anchor 'free' cannot be combined with a mapper of rotated keys")
+        if not self.rank and mapper.kind in ("none", "normalize"):
+            raise MinipsError("training: rank is 0 and the mapper has nothing to train; expected at least one of the two")
+
+    def _require(self, name: str, fine, expected: str) -> None:
+        if not fine(getattr(self, name)):
+            raise MinipsError(f"training: {name} is {brief(getattr(self, name))}, expected {expected}")
+
+    def mapper_config(self) -> MapperConfig:
+        known = {entry.name for entry in fields(MapperConfig)}
+        if not isinstance(self.mapper, dict) or not set(self.mapper) <= known:
+            raise MinipsError(f"training: mapper is {brief(self.mapper)}, expected an object with some of {', '.join(sorted(known))}")
+        return MapperConfig(**self.mapper)
+
+    def merge_options(self) -> MergeOptions:
+        if not isinstance(self.options, dict):
+            raise MinipsError(f"training: options is {brief(self.options)}, expected an object of merge options")
+        return MergeOptions.from_dict(self.options)
+
+    def rate(self, step: int) -> float:
+        """Factor on the learning rates at a step (from 0): a linear rise, then constant or half a cosine down to 0 at the end."""
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        if self.schedule == "constant":
+            return 1.0
+        return 0.5 * (1 + math.cos(math.pi * (step - self.warmup) / max(self.steps - self.warmup, 1)))
+
+    def as_dict(self) -> dict:
+        return {**asdict(self), "targets": list(self.targets)}
+
+    @classmethod
+    def from_dict(cls, data: dict, where: str = "training") -> TrainConfig:
+        """Fields by name; unknown ones are refused."""
+        known = [entry.name for entry in fields(cls)]
+        for name in data:
+            if name not in known:
+                raise MinipsError(f"{where}: unknown field {brief(name)}; known: {', '.join(known)}")
+        return cls(**data)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> TrainConfig:
+        return cls.from_dict(read_json(Path(path)), str(path))
