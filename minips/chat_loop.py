@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from .chat import default_prompt, require_format
 from .config import SamplingParams, is_integer
-from .errors import MinipsError
+from .errors import MinipsError, counted
 from .results import Result, WorkerOutput
 from .screen import Screen
 
@@ -100,8 +100,8 @@ class Conversation:
             prompt = default_prompt(question)
             limits = self._check_room(opened, workers, prompt)
             self._decode(workers, limits, screen)
-            tokens = sum(len(worker.output_ids) for worker in workers)
-            screen.start_answer(f"synthesizer: reading {tokens} tokens from {len(workers)} caches")
+            tokens = counted(sum(len(worker.output_ids) for worker in workers), "token")
+            screen.start_answer(f"synthesizer: reading {tokens} from {counted(len(workers), 'cache')}")
             with self.synthesizer.stream_from_caches(workers, prompt, self.settings.params) as stream:
                 for piece in stream:
                     screen.answer(piece)
@@ -141,7 +141,7 @@ class Conversation:
             start = max(worker.next_position + limit for worker, limit in zip(workers, limits))
         engine.check_positions(start, u + 1, "the conversation, the longest worker output and the synthesizer's prompt")
         needed = sum(map(pages, limits)) + pages(u) + pages(engine.token_limit(start + u, settings.params))
-        engine.pool.require(needed, f"a turn of {len(workers)} workers and a synthesizer")
+        engine.pool.require(needed, f"a turn of {counted(len(workers), 'worker')} and a synthesizer")
         return limits
 
     def _decode(self, workers: list[Branch], limits: list[int], screen: Screen) -> None:
@@ -159,7 +159,7 @@ class Conversation:
     def _figures(self, result: Result, prefilled: int) -> str:
         tokens, decode = len(result.token_ids), result.timings["decode"]
         rate = f", {(tokens - 1) / decode:.0f} tokens/s" if tokens > 1 and decode > 0 else ""
-        figures = f"turn {self.turns + 1}: {tokens} tokens{rate}, TTFT {result.ttft * 1000:.0f} ms"
+        figures = f"turn {self.turns + 1}: {counted(tokens, 'token')}{rate}, TTFT {result.ttft * 1000:.0f} ms"
         return f"{figures}, {prefilled} prefilled, {result.reused_tokens} from the cache"
 
 
@@ -212,7 +212,7 @@ def _command(line: str, conversation: Conversation, screen: Screen) -> None:
         screen.note("a new conversation")
     elif line == "/workers":
         for index, worker in enumerate(conversation.workers):
-            screen.say(f"worker {index + 1}: {len(worker.token_ids)} tokens ({worker.finish_reason})\n{worker.text.strip()}\n")
+            screen.say(f"worker {index + 1}: {counted(len(worker.token_ids), 'token')} ({worker.finish_reason})\n{worker.text.strip()}\n")
         if not conversation.workers:
             screen.say("no workers have written anything yet")
     elif line == "/help":

@@ -259,11 +259,11 @@ class SamplingParams:
         object.__setattr__(self, "top_k", 0 if self.top_k is None else self.top_k)
         checks = (
             ("max_tokens", is_integer(self.max_tokens) and self.max_tokens >= 1, "an integer of at least 1"),
-            ("temperature", _between(self.temperature, 0, 1e6), "a number of at least 0"),
+            ("temperature", _between(self.temperature, 0, 1e6), "a number from 0 to 1000000"),
             ("top_k", is_integer(self.top_k) and self.top_k >= 0, "an integer of at least 0 (0 switches it off)"),
             ("top_p", _between(self.top_p, 0, 1), "a number from 0 to 1"),
             ("min_p", _between(self.min_p, 0, 1), "a number from 0 to 1"),
-            ("repetition_penalty", _between(self.repetition_penalty, 1e-6, 1e6), "a number above 0"),
+            ("repetition_penalty", _between(self.repetition_penalty, 1e-6, 1e6), "a number from 0.000001 to 1000000"),
             ("seed", self.seed is None or is_integer(self.seed) and 0 <= self.seed < 2**63, "an integer from 0 to 2**63 - 1"),
             ("stop", all(isinstance(s, str) and s for s in self.stop), "strings that are not empty"),
             ("stop_token_ids", all(is_integer(i) and i >= 0 for i in self.stop_token_ids), "token ids"),

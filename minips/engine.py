@@ -45,7 +45,7 @@ class Engine:
         self.prompts = Prompts(config, tokenizer, chat, folder)
         weight = model.lm_head.weight
         self.device, self.dtype = weight.device, weight.dtype
-        kv_dtype = self.dtype if settings.kv_dtype == "auto" else resolve_dtype(settings.kv_dtype, config)
+        kv_dtype = self.dtype if settings.kv_dtype == "auto" else resolve_dtype(settings.kv_dtype, config, "kv_dtype")
         shape = (settings.page_size, config.num_key_value_heads, config.head_dim)
         self.kv_bytes_per_token = 2 * config.num_hidden_layers * shape[1] * shape[2] * kv_dtype.itemsize
         tokens = settings.max_kv_tokens or default_kv_tokens(config.max_position_embeddings, self.kv_bytes_per_token, self.device)

@@ -13,3 +13,13 @@ def brief(value: object, limit: int = 120) -> str:
     """A value from a file for a message: one line, printable, bounded."""
     text = ascii(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def in_one_line(message: object) -> str:
+    """A message for a terminal: line breaks and other controls, which a file's name may hold, as their escapes."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in str(message))
+
+
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """A number and what it counts: 1 worker, 2 workers."""
+    return f"{number} {one if number == 1 else many or one + 's'}"

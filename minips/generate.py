@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
 from .config import DEFAULT_MODEL, SamplingParams
-from .errors import MinipsError
+from .errors import MinipsError, counted, in_one_line
 from .screen import open_screen
 from .workflow import ANSWER_SAMPLING, METHODS, WORKER_SAMPLING, complete, example_names, read_workflow, workers_of
 from .workflow_checks import (
@@ -172,7 +172,8 @@ def check_arguments(args: argparse.Namespace) -> None:
     if args.workers is not None and not 1 <= args.workers <= MAX_WORKERS:
         raise MinipsError(f"--workers is {args.workers}, expected from 1 to {MAX_WORKERS}")
     if args.worker_prompt and args.workers not in (None, len(args.worker_prompt)):
-        raise MinipsError(f"--workers is {args.workers}, but --worker-prompt was given {len(args.worker_prompt)} times")
+        given = counted(len(args.worker_prompt), "time")
+        raise MinipsError(f"--workers is {args.workers}, but --worker-prompt was given {given}")
     together = {
         "--workflow": (args.workflow is not None, ("task", "workers", "worker_prompt"), "the workflow says it"),
         "--interactive": (args.interactive, ("task", "prompt", "workflow", "json", "print_workflow"), "a conversation has none"),
@@ -301,7 +302,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(args)
     except MinipsError as error:
-        print(f"minips: error: {error}", file=sys.stderr)
+        print(f"minips: error: {in_one_line(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\nminips: interrupted", file=sys.stderr)

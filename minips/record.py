@@ -38,6 +38,8 @@ RECORD_FIELDS = {
 def record(engine: Engine, synthesizer: Synthesizer, data: dict, outcome: Outcome) -> dict[str, object]:
     """The object of a completed workflow `data` that has been run."""
     result, method = outcome.result, data["method"]
+    seconds = dict(outcome.seconds)
+    total = seconds.pop("total")
     merged = method not in (*TEXT_METHODS, "best-of-n")
     dtype = str(engine.dtype).removeprefix("torch.")
     place = {"dtype": dtype, "device": str(engine.device), "page_size": engine.settings.page_size}
@@ -54,7 +56,7 @@ def record(engine: Engine, synthesizer: Synthesizer, data: dict, outcome: Outcom
         "reused_tokens": result.reused_tokens,
         "counters": outcome.counters,
         "ttft": result.ttft,
-        "timings": {**outcome.seconds, **result.timings},
+        "timings": {**seconds, **result.timings, "total": total},
         "seeds": {
             "workers": [[span.params.seed if span.params is not None else None for span in spans] for spans in outcome.spans],
             "answer": result.seed,

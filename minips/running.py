@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from .chat import text_prompt
 from .config import SamplingParams
 from .engine import Engine
-from .errors import MinipsError
+from .errors import MinipsError, counted
 from .kv_cache import Branch
 from .results import TIMING_KEYS, Result, TextStream, WorkerOutput
 from .screen import Screen
@@ -39,7 +39,6 @@ class Outcome:
     spans: list[list[Span]]
     seconds: dict[str, float]
     counters: dict[str, int]
-    figures: str
 
 
 def load(data: dict, screen: Screen, progress: bool = True) -> tuple[Engine, Synthesizer]:
@@ -71,8 +70,8 @@ def run_workflow(engine: Engine, synthesizer: Synthesizer, data: dict, screen: S
     with engine.prefill(data["prefix"], system=data["system"]) as root:
         seconds = {"prefix": time.perf_counter() - started}
         told = sum(turn.params.max_tokens for worker in workers for turn in worker.turns if turn.output is None)
-        room = f"up to {told} tokens together" if told else "their outputs are given"
-        screen.note(f"{len(workers)} workers, {root.num_tokens} tokens of shared prefix, {room}")
+        room = f"up to {counted(told, 'token')} together" if told else "outputs are given"
+        screen.note(f"{counted(len(workers), 'worker')}, {counted(root.num_tokens, 'token')} of shared prefix, {room}")
         try:
             mark = time.perf_counter()
             branches += engine.fork(root, [worker.turns[0].prompt for worker in workers])
@@ -81,14 +80,14 @@ def run_workflow(engine: Engine, synthesizer: Synthesizer, data: dict, screen: S
             if method == "best-of-n":
                 result, figures = vote(spans, workers, screen)
             else:
-                kept = kept_tokens(root, branches, spans, synthesizer.options.keep_turns)
+                kept = counted(kept_tokens(root, branches, spans, synthesizer.options.keep_turns), "token")
                 if method in TEXT_METHODS:
                     for branch in (*branches, root):  # their pages are free for the text
                         branch.close()
-                    screen.start_answer(f"synthesizer: reading the text of {len(branches)} workers, {kept} tokens, again")
+                    screen.start_answer(f"synthesizer: reading the text of {counted(len(branches), 'worker')}, {kept}, again")
                     stream = text_stream(engine, data, spans, synthesizer.options.keep_turns, params)
                 else:
-                    screen.start_answer(f"synthesizer: reading {kept} tokens from {len(branches)} caches")
+                    screen.start_answer(f"synthesizer: reading {kept} from {counted(len(branches), 'cache')}")
                     stream = synthesizer.stream_from_caches(branches, asked, params)
                 result = show(stream, screen)
                 figures = figures_of(method, result)
@@ -99,7 +98,7 @@ def run_workflow(engine: Engine, synthesizer: Synthesizer, data: dict, screen: S
     seconds["total"] = time.perf_counter() - started
     screen.end_answer(figures)
     counters = {name: count - before[name] for name, count in engine.counters.items()}
-    return Outcome(result, workers, spans, seconds, counters, figures)
+    return Outcome(result, workers, spans, seconds, counters)
 
 
 def with_summaries(data: dict) -> dict:
@@ -204,7 +203,7 @@ def vote(spans: Sequence[Sequence[Span]], workers: Sequence[Worker], screen: Scr
     best = max(range(len(last)), key=lambda index: (bool(words[index]), votes[words[index]], chances[index]))
     if not words[best]:
         raise MinipsError("best-of-n: no worker wrote anything, so there is nothing to vote on")
-    screen.start_answer(f"best-of-n: {len(last)} workers vote, {len(votes)} different answers")
+    screen.start_answer(f"best-of-n: the votes of {counted(len(last), 'worker')}, {counted(len(votes), 'different answer')}")
     chosen = last[best].output
     screen.answer(chosen.text)
     seconds = dict.fromkeys(TIMING_KEYS, 0.0)
@@ -231,4 +230,4 @@ def figures_of(method: str, result: Result) -> str:
     tokens, decode = len(result.token_ids), result.timings["decode"]
     rate = f", {(tokens - 1) / decode:.0f} tokens/s" if tokens > 1 and decode > 0 else ""
     read = f"{result.prefilled_tokens} prefilled, {result.reused_tokens} from caches"
-    return f"{method}: {tokens} tokens{rate}, TTFT {result.ttft * 1000:.0f} ms, {read}"
+    return f"{method}: {counted(tokens, 'token')}{rate}, TTFT {result.ttft * 1000:.0f} ms, {read}"

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TextIO
 
+from .errors import counted
+
 SIGN_OF_LIFE_SECONDS = 5.0
 PLAIN_WIDTH = 110  # columns of a line that goes into a file
 KEPT_CHARACTERS = 400  # of a worker's newest text, more than a line shows
@@ -176,15 +178,15 @@ class Screen:
         seconds = time.perf_counter() - self.started
         lines, self.workers = self.workers, []
         for line in lines:
-            head = f"  {self._shown_text(line.label)}: {line.tokens} tokens ({line.state})  "
+            head = f"  {self._shown_text(line.label)}: {counted(line.tokens, 'token')} ({line.state})  "
             text = self._shown_text(line.text[:KEPT_CHARACTERS])
             self.note((head + fit(text, max(0, self.columns - width_of(head)))).rstrip())
         total = sum(line.tokens for line in lines)
-        self.note(f"  together {total} tokens in {seconds:.1f} s, {total / max(seconds, 1e-9):.0f} tokens/s")
+        self.note(f"  together {counted(total, 'token')} in {seconds:.1f} s, {total / max(seconds, 1e-9):.0f} tokens/s")
 
     def _shown_text(self, text: str) -> str:
-        """Model text as one line that stderr can write."""
-        return "" if self.quiet else encodable(one_line(text), self.stderr)
+        """Model text as one line that stderr can write, without the half of a character that a token limit may leave at its end."""
+        return "" if self.quiet else encodable(one_line(text.removesuffix("\ufffd")), self.stderr)
 
     def _progress(self, now: float) -> None:
         if now - self.last_drawn > SIGN_OF_LIFE_SECONDS:

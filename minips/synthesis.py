@@ -13,7 +13,7 @@ from .attention import Reweight
 from .chat import default_prompt
 from .config import MergeOptions, SamplingParams
 from .engine import Engine, OnToken
-from .errors import MinipsError, brief
+from .errors import MinipsError, brief, counted
 from .hub import resolve_adapter
 from .kv_cache import Branch
 from .lora import fold
@@ -314,5 +314,5 @@ class Synthesizer:
         start = start if options.rerotate else max(ends)
         engine.check_positions(start, u + 1, "the prefix, the longest worker output and the synthesizer's prompt")
         needed += pages(u) + pages(engine.token_limit(start + u, params))
-        engine.pool.require(needed, f"a run of {len(workers)} workers and a synthesizer")
+        engine.pool.require(needed, f"a run of {counted(len(workers), 'worker')} and a synthesizer")
         return spans

@@ -48,11 +48,11 @@ class StoredTensor:
     size: int
 
 
-def resolve_dtype(name: str, config: ModelConfig) -> torch.dtype:
+def resolve_dtype(name: str, config: ModelConfig, setting: str = "dtype") -> torch.dtype:
     """'auto' (the stored dtype), float32, bfloat16, float16, or fp32, bf16, fp16 -> torch.dtype."""
     found = DTYPES.get(config.dtype if name == "auto" else name)
     if found is None:
-        raise MinipsError(f"dtype is {name!r}, expected one of auto, {', '.join(DTYPES)}")
+        raise MinipsError(f"{setting} is {name!r}, expected one of auto, {', '.join(DTYPES)}")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Tiny random models and engines for the tests; token ids only, so no tokenizer is needed."""
+"""Tiny random models and engines for the tests: of token ids only, or with a byte tokenizer and a chat format."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from pathlib import Path
 import torch
 
 from minips import SamplingParams, Synthesizer
+from minips.chat import detect_format
 from minips.config import EngineConfig, ModelConfig
 from minips.engine import Engine
 from minips.model import Model
 from minips.weights import expected_shapes
+
+from .toy_tokenizers import toy_tokenizer
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -70,6 +73,15 @@ def tiny_engine(
     return engine
 
 
+def chat_engine(kind="chatml", max_kv_tokens=4000, **changes):
+    """A tiny random model with a byte tokenizer and a chat format."""
+    config = tiny_config(vocab_size=300, **{"max_position_embeddings": 2048, **changes})
+    tokenizer = toy_tokenizer(kind)
+    model = Model.from_tensors(config, random_tensors(config))
+    settings = EngineConfig("cpu", "auto", "auto", 4, max_kv_tokens)
+    return Engine(model, config, tokenizer=tokenizer, chat=detect_format(None, tokenizer), settings=settings)
+
+
 def golden_engine(name: str, **settings) -> Engine:
     from safetensors.torch import load_file
 
@@ -93,6 +105,8 @@ LOGITS = SamplingParams(max_tokens=1, return_logits=True)
 PREFIX, U = prompt_ids(10), prompt_ids(6, 50)
 OWNS = [prompt_ids(5, 1), prompt_ids(2, 2), prompt_ids(9, 3)]
 OUTS = [prompt_ids(7, 11), prompt_ids(12, 12), prompt_ids(3, 13)]
+
+
 def branches_of(engine, owns=OWNS, outs=OUTS, prefix=PREFIX):
     root = engine.prefill(prefix)
     made = engine.encode(engine.fork(root, owns), outs)

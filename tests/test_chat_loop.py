@@ -10,15 +10,11 @@ import time
 import pytest
 
 from minips import MinipsError, SamplingParams, Synthesizer
-from minips.chat import default_prompt, detect_format
+from minips.chat import default_prompt
 from minips.chat_loop import ChatSettings, Conversation, chat
-from minips.config import EngineConfig
-from minips.engine import Engine
-from minips.model import Model
 from minips.screen import Screen
 
-from .support import random_tensors, tiny_config
-from .toy_tokenizers import toy_tokenizer
+from .support import chat_engine
 
 SHORT = ChatSettings(
     workers=3,
@@ -27,15 +23,6 @@ SHORT = ChatSettings(
     system="Be brief.",
 )
 QUESTIONS = ["hi, why?", "and user 2?", "so\u00e9 what"]
-
-
-def chat_engine(kind="chatml", max_kv_tokens=4000, **changes):
-    """A tiny random model with a byte tokenizer and a chat format."""
-    config = tiny_config(vocab_size=300, **{"max_position_embeddings": 2048, **changes})
-    tokenizer = toy_tokenizer(kind)
-    model = Model.from_tensors(config, random_tensors(config))
-    settings = EngineConfig("cpu", "auto", "auto", 4, max_kv_tokens)
-    return Engine(model, config, tokenizer=tokenizer, chat=detect_format(None, tokenizer), settings=settings)
 
 
 def silent():

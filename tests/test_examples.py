@@ -8,12 +8,20 @@ import pytest
 from minips import Engine, MinipsError, SamplingParams, Synthesizer
 from minips.examples import langgraph_orchestrator, orchestrator
 from minips.generate import main
+from minips.workflow import complete, read_workflow
+
+from .support import chat_engine
 
 SHORT = SamplingParams(max_tokens=6, temperature=0.7, seed=3)
 
 
 @pytest.fixture(scope="module")
-def engine(default_model):
+def engine():
+    return chat_engine()
+
+
+@pytest.fixture(scope="module")
+def real(default_model):
     return Engine.from_pretrained(max_kv_tokens=4096)
 
 
@@ -24,13 +32,13 @@ def short(monkeypatch):
         monkeypatch.setattr(module, "ANSWER", SamplingParams(max_tokens=6))
 
 
-def test_both_graphs_answer_and_only_text_is_read_again(engine):
-    state = orchestrator.orchestrate(engine, "How does one learn to swim?")
+def test_both_graphs_answer_and_only_text_is_read_again(real):
+    state = orchestrator.orchestrate(real, "How does one learn to swim?")
     text, caches = state["text"], state["caches"]
     assert text.text and caches.text and caches.num_branches == len(orchestrator.ROLES)
     assert text.reused_tokens == 0 and caches.prefilled_tokens < text.prefilled_tokens
     assert orchestrator.report(state).count("first token after") == 2
-    assert engine.stats()["used_pages"] == 0 and engine.check()
+    assert real.stats()["used_pages"] == 0 and real.check()
 
 
 def test_langgraph_gives_the_same_answer_in_the_same_order(engine):
@@ -81,17 +89,29 @@ def test_an_unknown_model_is_one_line(module, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-@pytest.mark.parametrize("name, method", [("trajectories", "parallel"), ("documents", "text"), ("samples", "best-of-n")])
-def test_an_example_fed_back_repeats_itself(name, method, capsys, tmp_path, engine, monkeypatch):
-    monkeypatch.setattr(Engine, "from_pretrained", lambda *_, **__: engine)  # loaded once
+@pytest.mark.parametrize(
+    "name, method, model",
+    [
+        ("trajectories", "parallel", "engine"),
+        ("samples", "parallel", "engine"),
+        ("samples", "best-of-n", "engine"),
+        ("subtasks", "summary", "engine"),
+        ("documents", "text", "engine"),
+        ("documents", "parallel", "real"),
+    ],
+)
+def test_an_example_fed_back_repeats_itself(name, method, model, capsys, tmp_path, request, monkeypatch):
+    engine = request.getfixturevalue(model)
+    monkeypatch.setattr(Engine, "from_pretrained", lambda *_, **__: engine)
     short = ["--json", "--quiet"]
     code = main(["--workflow", name, "--method", method, "--worker-tokens", "5", "--max-tokens", "5", *short])
     first = json.loads(capsys.readouterr().out)
     assert code == 0 and first["answer"] and first["method"] == method
     (tmp_path / "result.json").write_text(json.dumps(first))
     (tmp_path / "workflow.json").write_text(json.dumps(first["workflow"]))
-    for file in ("result.json", "workflow.json")[: 1 + (name == "trajectories")]:
-        assert main(["--workflow", str(tmp_path / file), *short]) == 0
-        again = json.loads(capsys.readouterr().out)
-        for field in ("answer", "token_ids", "workers", "finish_reason", "seeds", "merge", "workflow", "branch_tokens"):
-            assert again[field] == first[field], field
+    for file in ("result.json", "workflow.json"):
+        assert complete(*read_workflow(str(tmp_path / file))) == first["workflow"]
+    assert main(["--workflow", str(tmp_path / "result.json"), *short]) == 0
+    again = json.loads(capsys.readouterr().out)
+    for field in ("answer", "token_ids", "workers", "finish_reason", "seeds", "merge", "workflow", "branch_tokens"):
+        assert again[field] == first[field], field

@@ -18,8 +18,8 @@ REFUSED = [  # exit code 1, before a model is looked for
     (["x", "--worker-prompt", "\udc80"], "--worker-prompt is not valid text"),
     (["x", "--workers", "0"], "--workers is 0, expected from 1 to 65536"),
     (["x", "--workers", "1000000000000"], "--workers is 1000000000000, expected from 1 to 65536"),
-    (["x", "--workers", "2", "--worker-prompt", "a"], "--workers is 2, but --worker-prompt was given 1 times"),
-    (["x", "--temperature", "-1"], "--temperature is -1.0, expected a number of at least 0"),
+    (["x", "--workers", "2", "--worker-prompt", "a"], "--workers is 2, but --worker-prompt was given 1 time"),
+    (["x", "--temperature", "-1"], "--temperature is -1.0, expected a number from 0 to 1000000"),
     (["x", "--temperature", "inf"], "--temperature is inf"),
     (["x", "--top-p", "nan"], "--top-p is nan, expected a number from 0 to 1"),
     (["x", "--seed", "99999999999999999999"], "--seed is 99999999999999999999"),
@@ -51,6 +51,7 @@ REFUSED = [  # exit code 1, before a model is looked for
     (["--workflow", "{folder}"], "Is a directory"),
     (["--workflow", "a\0b"], "cannot be read"),
     (["--workflow", "b" * 5000], "File name too long"),
+    (["--workflow", "{folder}/a\nb\x1b[2J"], r"/a\nb\x1b[2J: is not readable as JSON"),
     (["--workflow", "documents", "--method", "best-of-n"], "branches[0] has a given output"),
     (["x", "--model", "/no/such/folder"], "model '/no/such/folder' was not found"),
     (["x", "--model", "nonsense", "--quiet"], "model 'nonsense' was not found"),
@@ -95,6 +96,7 @@ def refuse(capsys, argv, message, code=1):
 
 @pytest.mark.parametrize("argv, message", REFUSED)
 def test_refused_arguments(capsys, tmp_path, argv, message):
+    (tmp_path / "a\nb\x1b[2J").touch()
     refuse(capsys, [part.format(folder=tmp_path) for part in argv], message)
 
 
@@ -168,6 +170,7 @@ def test_a_byte_order_mark_is_no_mistake(capsys, tmp_path):
         ("hello --print-workflow >/dev/full", 1, "minips: error: the output cannot be written (No space left on device)\n"),
         ("- <&-", 1, "standard input is closed"),
         ("hello --model /no/such 2>&-", 1, ""),
+        ("hello --system $'\\xf0\\x9f\\x98\\x80' --print-workflow 2>&-", 0, ""),
         ("--help >/dev/null", 0, ""),
         ("$'caf\\xe9' --print-workflow", 1, "minips: error: TASK is not valid text"),
     ],

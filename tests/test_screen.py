@@ -256,7 +256,7 @@ def test_plain_lines_and_signs_of_life(monkeypatch):
             screen.worker_token(0, 7, "x")
         screen.worker_token(1, None, "")
         screen.worker_end(0, "length", 12, "long words \n" * 40)
-        screen.worker_end(1, "stop", 0, "")
+        screen.worker_end(1, "stop", 1, "\u3042\ufffd")
         screen.end_workers()
         screen.start_answer("synthesizer: reading 12 tokens from 2 caches")
         screen.answer("one\x1b[2J ")
@@ -268,7 +268,7 @@ def test_plain_lines_and_signs_of_life(monkeypatch):
     assert (
         lines[2].startswith("  worker 1: 12 tokens (length)  long words long words") and lines[2].endswith("...") and len(lines[2]) == 110
     )
-    assert lines[3] == "  worker 2: 0 tokens (stop)" and lines[4] == "  together 12 tokens in 12.0 s, 1 tokens/s"
+    assert lines[3] == "  worker 2: 1 token (stop)  \u3042" and lines[4] == "  together 13 tokens in 12.0 s, 1 tokens/s"
     assert lines[5:] == ["synthesizer: reading 12 tokens from 2 caches", "figures"]
 
 
