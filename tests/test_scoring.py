@@ -30,7 +30,7 @@ NUMBER = [  # text, extracted
     ("He runs 10-12 miles", "12"), ("it falls to -4 degrees", "-4"), ("-$5", "-5"), ("value 3.50.", "7/2"), ("pay $.75", "3/4"),
     ("1 1/2 cups", "3/2"), ("<think>5</think>\nno number", None), ("\\boxed{}", None), ("", None), ("x", None),
     ("<answer>70,000</answer>", "70000"), ("1.5e3 J", "1500"), ("The final answer is -10.", "-10"), ("answer: 1/0", None),
-    ("9" * 400, None), ("in 2,125 days", "2125"),
+    ("9" * 400, None), ("in 2,125 days", "2125"), ("\\boxed{2\\,125}", "2125"), ("so $1\\,234\\,567$", "1234567"), ("<answer>18", "18"),
 ]  # fmt: skip
 
 
@@ -58,7 +58,8 @@ CHOICE = [  # text, letter; labels A to D
     ("the Moon of Mars", "D"), ("I choose the Moon", "B"), ("either the Sun or a red planet", None),
     ("<think>The answer is A</think> B", "B"), ("<answer>D</answer>", "D"), ("", None), ("I have no idea", None), ("E", None),
     ("Option B is right", "B"), ("I would go with (D) here", "D"), ("\\boxed{E}", None), ("**C**. It shines.", "C"),
-    ("$\\boxed{\\mathrm{B}}$", "B"),
+    ("$\\boxed{\\mathrm{B}}$", "B"), ("\\boxed{A or C}", None), ("\\boxed{A, B, C, D}", None), ("\\boxed{C and D}", None),
+    ("\\boxed{(A), (B)}", None), ("\\boxed{A red planet, or B}", "B"), ("<answer>B", "B"),
 ]  # fmt: skip
 
 
@@ -119,6 +120,7 @@ GAIA = [  # text, reference, right
     ("<answer>a, b</answer>", "a, b, c", 0), ("<answer>1, two</answer>", "1.0, Two", 1), ("<answer>a. b, c</answer>", "ab, c", 0),
     ("<answer>1</answer> then <answer>2</answer>", "2", 1), ("<think><answer>1</answer></think>3", "3", 1),
     ("I think it is\nParis", "Paris", 1), ("", "x", 0), ("<answer></answer>", "x", 0), ("\\boxed{7}", "7", 1),
+    ("It is <answer>Paris", "Paris", 1), ("<answer>17</answer> or <answer>18", "17", 1),
     ("The answer is Rome.", "Rome", 1),
 ]  # fmt: skip
 
@@ -138,6 +140,7 @@ DIAGNOSIS = [  # text, labels named, at most two
     ("autovacuums", None), ('<answer>["INSERT_LARGE_DATA", "VACUUM", "REDUNDANT_INDEX"]</answer>', "INSERT_LARGE_DATA, VACUUM"),
     ('<answer>["VACUUM", "VACUUM"]</answer>', "VACUUM"), ("<answer>VACUUM; FETCH_LARGE_DATA.</answer>", "FETCH_LARGE_DATA, VACUUM"),
     ("Root causes: **INSERT_LARGE_DATA**", "INSERT_LARGE_DATA"), ("<answer>[", None),
+    ('VACUUM? No: <answer>["REDUNDANT_INDEX"', "REDUNDANT_INDEX"),
 ]  # fmt: skip
 
 

@@ -32,8 +32,10 @@ def after_thinking(text: str) -> str:
 
 
 def tagged(text: str) -> str | None:
-    """The content of the last <answer> that is not empty."""
+    """The content of the last <answer> that is not empty; of one that nothing closes if there is no other (an answer cut short)."""
     found = [match.strip() for match in _TAGGED.findall(text)]
+    cut = re.split("<answer>", text, flags=re.IGNORECASE)[1:][-1:]
+    found = [part.strip() for part in cut if "</answer>" not in part.lower()] + found
     return next((match for match in reversed(found) if match), None)
 
 
@@ -107,7 +109,7 @@ def _fraction(found: re.Match) -> Fraction | None:
 def numbers_in(text: str) -> list[Fraction]:
     """All numbers of a text in its order: with thousands separators, decimals, fractions, mixed numbers."""
     text = text.replace("−", "-").replace("\\$", "$")
-    text = re.sub(r"(\d)(?:\{,\}|,\\!)(?=\d{3})", r"\1,", text)
+    text = re.sub(r"(\d)(?:(?:\{,\}|,\\!)(?=\d{3})|(?:\\,|[\u2009\u202f])(?=\d{3}(?!\d)))", r"\1,", text)
     text = re.sub(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}", r" \1/\2", text)
     return [number for match in _NUMBER.finditer(text) if (number := _fraction(match)) is not None]
 
@@ -180,7 +182,9 @@ def choice(text: str, labels: Sequence[str], options: Sequence[str] = ()) -> str
     """
     text = after_thinking(text)
     if marked := boxed(text) or tagged(text):
-        return _label_of(marked, labels, options) or _in_sentence(marked, labels) or _by_text(marked, labels, options)
+        named = set(re.findall(rf"(?<![\w'])({_any(labels)})(?=\s*(?:[,;/&)]|or\b|and\b|$))", marked))
+        sole = _in_sentence(marked, labels) if len(named) < 2 else None  # "A or C" is no choice
+        return _label_of(marked, labels, options) or sole or _by_text(marked, labels, options)
     line = phrased(text) or ""
     if found := _label_of(line, labels, options) or _leading(line, labels) or _by_text(line, labels, options):
         return found

@@ -34,7 +34,7 @@ _OPEN, _CLOSE = "([{⦃", ")]}⦄"
 def tidied(text: str) -> str:
     """One way of writing: no dollar signs, no spacing commands, one symbol for each relation, names without \\text."""
     text = text[:MOST_CHARACTERS].replace("\n", " ").replace("\\\\", "⏎")
-    text = re.sub(r"(\d)(?:\{,\}|,\s*\\!)\s*(?=\d{3})", r"\1", text)
+    text = re.sub(r"(\d)(?:(?:\{,\}|,\s*\\!)\s*(?=\d{3})|(?:\\,|[\u2009\u202f])(?=\d{3}(?!\d)))", r"\1", text)
     text = re.sub(r"\\\$|\$|\\[()]|\\\[|\\\]|\*\*|[€£]", "", text)
     text = _SPACING.sub(" ", text)
     text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", re.sub(r"\\[dt]binom(?![A-Za-z])", r"\\binom", text))
