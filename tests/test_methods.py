@@ -93,7 +93,9 @@ def test_summaries_are_made_by_the_workers_and_read_as_text(opened, monkeypatch)
     child.close()
     assert found.prefilled_tokens == len(
         engine.prompts.encode(text_prompt(GIVEN[0].prefix, [first, "?", "?"], GIVEN[0].prompt), "full")
-    ) + sum(len(engine.tokenizer.encode(text)) - 1 for text in _summaries(engine, rows[0])[1:])
+    ) + sum(len(engine.tokenizer.encode(text)) - 1 for text in _summaries(engine, rows[0])[1:]) + 3 * len(
+        engine.prompts.encode(SUMMARISE, "continuation")
+    )
 
 
 def _summaries(engine, row):
@@ -124,7 +126,10 @@ def test_best_of_n_takes_the_majority_and_the_first_of_equals(opened):
         voting = replace(setup, task=replace(setup.task, extract=lambda text, example, rules: answers[text].strip("-") or None))
         assert run_method("best_of_n", voting, [row])[0].text == row.texts[chosen], letters
     scored = replace(setup, scorer=lambda example, texts: len(texts) - 1)
-    assert run_method("best_of_n", scored, rows)[3].text == row.texts[-1]
+    found = run_method("best_of_n", scored, rows)
+    assert found[3].text == row.texts[-1] and found[3].prefilled_tokens == 0
+    prompt = len(engine.prompts.encode(GIVEN[0].prompt, "continuation"))
+    assert found[0].prefilled_tokens == 3 * prompt, "all that was prefilled counts, not only the answer that was chosen"
 
 
 @pytest.mark.parametrize(

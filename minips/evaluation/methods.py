@@ -48,8 +48,10 @@ class Setup:
         return self.synthesizers[key]
 
 
-def from_caches(setup: Setup, rows: Sequence[Row], synthesizer: Synthesizer, only: int | None = None) -> list[Result]:
-    """Merge each row's branches (or only one of them) and answer from the caches."""
+def from_caches(
+    setup: Setup, rows: Sequence[Row], synthesizer: Synthesizer, only: int | None = None, params: Sequence[SamplingParams] | None = None
+) -> list[Result]:
+    """Merge each row's branches (or only one of them) and answer from the caches. params: one a row, instead of the setup's."""
     contexts = []
     try:
         for row in rows:
@@ -59,7 +61,7 @@ def from_caches(setup: Setup, rows: Sequence[Row], synthesizer: Synthesizer, onl
                 warnings.simplefilter("ignore", UserWarning)
                 contexts.append(synthesizer.merge(branches, consume=False, prefix=None if branches else row.prefix))
         prompts, targets = [row.example.prompt for row in rows], [row.example.target for row in rows]
-        return synthesizer.generate_batch(contexts, prompts, setup.params, targets=targets)
+        return synthesizer.generate_batch(contexts, prompts, params or setup.params, targets=targets)
     finally:
         for context in contexts:
             context.close()
@@ -119,12 +121,17 @@ def summary(setup: Setup, rows: Sequence[Row], adapter: str | None) -> list[Resu
         for child in children:
             child.close()
     prompts = [text_prompt(row.example.prefix, [next(texts) for _ in row.branches], row.example.prompt) for row in rows]
-    return from_text(setup, rows, prompts)
+    asked = len(engine.prompts.encode(SUMMARISE, "continuation"))
+    results = from_text(setup, rows, prompts)
+    for row, result in zip(rows, results):
+        result.prefilled_tokens += asked * len(row.branches)
+    return results
 
 
 def single(setup: Setup, rows: Sequence[Row], adapter: str | None) -> list[Result]:
     """Decoded workers: the first one's own words are the answer. Given passages: the answer from the first passage alone."""
-    found = from_caches(setup, rows, setup.synthesizer(), only=0)
+    scored = replace(setup.params, max_tokens=1)  # of the caches only the target's likelihood is wanted
+    found = from_caches(setup, rows, setup.synthesizer(), 0, [setup.params if row.example.passages else scored for row in rows])
     return [result if row.example.passages else _own_words(row, 0, result) for row, result in zip(rows, found)]
 
 
@@ -140,7 +147,8 @@ def best_of_n(setup: Setup, rows: Sequence[Row], adapter: str | None) -> list[Re
         else:
             answers = [_own_words(row, at) for at in range(len(row.branches))]
         chosen = setup.scorer(row.example, [a.text for a in answers]) if setup.scorer else _vote(setup, row.example, answers)
-        results.append(replace(answers[chosen], scores=None))
+        cost = {name: sum(getattr(answer, name) for answer in answers) for name in ("prefilled_tokens", "reused_tokens")}
+        results.append(replace(answers[chosen], scores=None, **cost))
     return results
 
 
