@@ -1,5 +1,6 @@
 """Runs of the evaluation: resumed runs equal whole ones, rows that cannot be run are kept as wrong, bad plans are refused."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -105,7 +106,9 @@ def test_workers_make_a_sweep(invented, tmp_path):
         ({"batch": 0}, "batch is 0"),
         ({"scoring": "kind"}, "scoring is 'kind'"),
         ({"temperature": -1}, "temperature is -1"),
-        ({"answer_tokens": -2}, "max_tokens is -2"),
+        ({"answer_tokens": -2}, "answer tokens is -2"),
+        ({"answer_tokens": 0}, "answer tokens is 0"),
+        ({"worker_tokens": 0}, "worker tokens is 0"),
     ],
 )
 def test_bad_plans_are_refused(invented, tmp_path, changes, message):
@@ -178,7 +181,8 @@ def test_attention_without_preferences_is_shared_by_length():
 
 def test_attention_sweep_keeps_means_by_layer(invented):
     engine = text_engine()
-    data = attention_sweep(engine, plan(workers=(2, 3)), lambda m: [EXAMPLES[1], EXAMPLES[4]])
+    too_long = replace(EXAMPLES[1], prefix="x" * 5000)
+    data = attention_sweep(engine, plan(workers=(2, 3)), lambda m: [EXAMPLES[1], too_long, EXAMPLES[4]])
     assert [entry["m"] for entry in data["sweep"]] == [2, 3] and engine.stats()["used_pages"] == 0
     for entry in data["sweep"]:
         for layer in range(2):
@@ -247,3 +251,19 @@ def test_answers_can_be_judged_anew(invented, tmp_path, monkeypatch):
     assert results(before).keys() == results(after).keys()
     assert [row["methods"]["text"]["text"] for row in before] == [row["methods"]["text"]["text"] for row in after]
     assert len(evaluate(plan(), tmp_path, text_engine())) == 5, "a judged run can be gone on with"
+    with pytest.raises(MinipsError, match="nothing to judge"):
+        judge_again(plan(), tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("other", [[replace(EXAMPLES[0], question="What else?"), *EXAMPLES[1:]], EXAMPLES[1:]])
+def test_a_run_of_other_data_is_not_gone_on_with(invented, tmp_path, monkeypatch, other):
+    evaluate(plan(rows=5), tmp_path, text_engine())
+    before = (tmp_path / "preds.jsonl").read_bytes()
+    monkeypatch.setitem(TASKS, "invented", task_of(other))
+    with pytest.raises(MinipsError, match="row rose: this run was made of other data"):
+        judge_again(plan(), tmp_path)
+    if len(other) == 5:
+        with pytest.raises(MinipsError, match="row rose: this run was made of other data"):
+            evaluate(plan(), tmp_path, text_engine())
+    assert (tmp_path / "preds.jsonl").read_bytes() == before

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..attention import AttentionRow, GatherAttention, attention_scores
 from ..decoding import open_writers
 from ..engine import Engine
+from ..errors import RoomError
 from ..synthesis import Context
 from .example import Example
 from .methods import Setup
@@ -65,13 +66,17 @@ def attention_sweep(
     for m in plan.workers:
         found = []
         for example in load(m):
-            row = open_rows(engine, task, [example], m, plan.worker_params(task), plan.seed)[0]
+            row = None
             try:
-                with synthesizer.merge(row.branches, consume=False) as context:
-                    if context.num_branches == len(row.branches):
+                row = open_rows(engine, task, [example], m, plan.worker_params(task), plan.seed)[0]
+                if all(branch.output_ids for branch in row.branches):
+                    with synthesizer.merge(row.branches, consume=False) as context:
                         found.append(shares(context, engine.prompts.encode(row.example.prompt, "continuation")))
+            except RoomError:  # as in the run of the rows, where its error is kept
+                continue
             finally:
-                row.close()
+                if row is not None:
+                    row.close()
         sizes = {len(layers[0]) for layers in found}
         most = [layers for layers in found if len(layers[0]) == max(sizes, default=0)]
         if most:

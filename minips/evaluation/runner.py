@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ..config import SamplingParams, is_integer
@@ -14,7 +14,7 @@ from ..results import Result
 from .agents import prepare
 from .example import RULES, Example, Task
 from .methods import Scorer, Setup, adapter_of, check_method, run_method
-from .records import Records, open_records
+from .records import PREDS, Records, open_records
 from .rows import Row, open_rows
 from .tasks import TASKS, select, task
 
@@ -53,9 +53,10 @@ class Plan:
         for what, values in (("task", self.tasks), ("method", self.methods), ("workers", self.workers)):
             if not values or len(set(values)) < len(values):
                 raise MinipsError(f"{what} is {', '.join(map(str, values)) or 'empty'}, expected at least one, each once")
-        for what, value, least in (("rows", self.rows, 1), ("batch", self.batch, 1), *(("workers", m, 1) for m in self.workers)):
-            if value is not None and not (is_integer(value) and least <= value):
-                raise MinipsError(f"{what} is {value}, expected at least {least}")
+        lengths = (("worker tokens", self.worker_tokens), ("answer tokens", self.answer_tokens))
+        for what, value in (("rows", self.rows), ("batch", self.batch), *lengths, *(("workers", m) for m in self.workers)):
+            if value is not None and not (is_integer(value) and value >= 1):
+                raise MinipsError(f"{what} is {value}, expected at least 1")
         if max(self.workers) > MOST_WORKERS:
             raise MinipsError(f"workers is {max(self.workers)}, expected at most {MOST_WORKERS}")
         if self.scoring not in RULES:
@@ -102,6 +103,7 @@ def evaluate(
         setups[plan.tasks[0]].synthesizer(adapter_of(spec, setups[plan.tasks[0]]))
     with open_records(folder, plan.arguments()) as records:
         for (name, m), examples in loaded.items():
+            _examples_of(records.rows(), examples, name, m)
             left = [example for example in examples if (name, example.id, m) not in records.done]
             say(f"{name}, m = {m}: {len(examples)} rows, {len(examples) - len(left)} done before")
             setup = setups[name]
@@ -115,20 +117,36 @@ def evaluate(
 
 
 def judge_again(plan: Plan, folder: str | Path) -> int:
-    """Score the answers of a finished run anew, after a change of the rules; the answers stay. Returns the number of rows."""
+    """Score the answers of a run anew, after a change of the rules; the answers, also those that best_of_n chose, stay.
+
+    Returns the number of rows. MinipsError where there are none, or where the data holds others.
+    """
     plan.check()
+    if not (Path(folder) / PREDS).exists():
+        raise MinipsError(f"{folder}: has no {PREDS}, so there is nothing to judge")
     with open_records(folder, plan.arguments()) as records:
         rows = records.rows()
         for name in plan.tasks:
             for m in plan.workers:
-                examples = {example.id: example for example in task(name).load(Path(plan.data) if plan.data else None, m, plan.seed)}
-                for row in rows:
-                    if (row["task"], row["m"]) == (name, m):
-                        example = examples[row["id"]]
-                        for method in row["methods"].values():
-                            method.update(_verdict(task(name), example, method["text"], plan.scoring))
+                for row, example in _examples_of(rows, load_examples(replace(plan, rows=None), name, m), name, m, every=True):
+                    for method in row["methods"].values():
+                        method.update(_verdict(task(name), example, method["text"], plan.scoring))
+                    for worker in row["workers"] if not example.passages else ():
+                        worker["extracted"] = task(name).extract(worker["text"], example, plan.scoring)
         records.replace(rows)
         return len(rows)
+
+
+def _examples_of(rows: Sequence[dict], examples: Sequence[Example], name: str, m: int, every: bool = False) -> list[tuple[dict, Example]]:
+    """The recorded rows of a task and m, each with its example; refuses rows of other data (every: also rows without an example)."""
+    known, pairs = {example.id: example for example in examples}, []
+    for row in rows:
+        if (row["task"], row["m"]) == (name, m) and (every or row["id"] in known):
+            example = known.get(row["id"])
+            if example is None or row.get("question") != example.question:
+                raise MinipsError(f"{name}, row {row['id']}: this run was made of other data, whose row of this name asks something else")
+            pairs.append((row, example))
+    return pairs
 
 
 def load_examples(plan: Plan, name: str, m: int) -> list[Example]:
