@@ -11,7 +11,8 @@ from html.parser import HTMLParser
 import pytest
 
 from minips.errors import MinipsError
-from minips.evaluation.plots import PLOTS, write_plots
+from minips.evaluation.methods import METHODS as EVERY_METHOD
+from minips.evaluation.plots import PLOTS, _look, write_plots
 from minips.evaluation.records import open_records
 from minips.evaluation.report import write_report
 from minips.evaluation.samples import samples
@@ -243,6 +244,11 @@ def test_samples_are_chosen_by_outcome():
     shown = dict(found[1].parts)
     assert shown["text: right (em 1.00, f1 1.00); answer read: Paris"].endswith("x … (3500 more characters)")
     assert shown["Worker 2: 60 tokens, stop"] == "finding 1" and samples([]) == []
+
+
+def test_every_method_has_a_look_of_its_own():
+    colours = {_look(name, list(EVERY_METHOD))[0] for name in EVERY_METHOD}
+    assert len(colours) == len(EVERY_METHOD)
 
 
 def test_plots(tmp_path):

@@ -31,9 +31,9 @@ PLOTS = {  # file: what it shows
     "attention.png": "Share of the synthesizer's attention by layer: prefix, branches, itself",
     "attention_entropy.png": "Entropy of the synthesizer's attention over the branches as m grows",
 }
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933", "#882255")
 MARKERS = "osD^vPX*"
-KNOWN = ("parallel", "text", "single", "summary", "reuse", "ape", "naive", "best_of_n")
+KNOWN = ("parallel", "text", "single", "summary", "reuse", "ape", "naive", "best_of_n", "text_turn")
 DPI = 130
 
 
@@ -123,7 +123,7 @@ def _by_m(figure: Figure, tables: Sequence[dict], what: str) -> bool:
             xlabel="workers m", ylabel=f"{_label(own[0]['metrics'][0])}, %" if what == "score" else "NLL, nats a token (lower is better)"
         )
         bare = any(found["low"] is None for name in names for _, found in _points(tables, task, name, what))
-        axes.set_title(f"{_label(task)} ({min(t['rows'] for t in own)} rows{', too few for intervals' if bare else ''})")
+        axes.set_title(f"{_label(task)}\n({min(t['rows'] for t in own)} rows{', too few for intervals' if bare else ''})")
         axes.grid(alpha=0.3)
     _legend(figure, panels)
     figure.suptitle(f"{'Score' if what == 'score' else 'NLL of the reference answer'} as m grows, with 95% intervals")
