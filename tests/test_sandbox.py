@@ -5,7 +5,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -184,13 +183,13 @@ def f(x):
 
 def test_no_network():
     held("network")
-    server = socket.create_server(("127.0.0.1", 0))
-    met = []
-    threading.Thread(target=lambda: met.append(server.accept()), daemon=True).start()
-    port = server.getsockname()[1]
-    result = run(f"import socket\ndef f(x):\n    socket.create_connection(('127.0.0.1', {port}), timeout=2)\n    return 2")
-    assert not result.passed and "OSError" in result.reason and not met
-    server.close()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.1)
+        port = server.getsockname()[1]
+        result = run(f"import socket\ndef f(x):\n    socket.create_connection(('127.0.0.1', {port}), timeout=2)\n    return 2")
+        assert not result.passed and "OSError" in result.reason
+        with pytest.raises(TimeoutError):
+            server.accept()  # nobody came
 
 
 def test_no_privileges_and_a_bare_environment(monkeypatch):
