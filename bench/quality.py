@@ -1,6 +1,6 @@
 """Everything that bench/RESULTS.md says about quality, in one command: tables of methods, the sweep over m, incidents, the self-check.
 
-    python bench/quality.py --data DIR [--rows 200] [--out runs/quality] [--only nq_open,sweep,incidents,self_check]
+    python bench/quality.py --data DIR [--rows 200] [--out runs/quality] [--only nq_open,sweep,timing,incidents,self_check]
 
 Each step is a run of `python -m minips.evaluate` in a folder of its own and goes on where it was stopped. At the end the section
 "Quality" of bench/RESULTS.md is written anew from what the folders hold, and the plots are copied to bench/plots/.
@@ -26,12 +26,13 @@ SWEEP_PLOTS = ("score_by_m.png", "nll_by_m.png", "timing_by_m.png", "attention.p
 
 def steps(rows: int) -> dict[str, list[str]]:
     """Arguments of each step. Answers are capped at 32 tokens; the workers of arc_challenge write at most 128."""
-    short = ["--answer-tokens", "32", "--worker-tokens", "128", "--batch", "20"]
-    sweep = ["--rows", str(max(rows // 2, 1)), "--workers", "1,2,4,8,16", "--timing", "128", "--attention", "--plot"]
+    short = ["--answer-tokens", "32", "--worker-tokens", "128", "--batch", "10"]
+    sweep = ["--rows", str(max(rows // 2, 1)), "--workers", "1,2,4,8,16", "--attention", "--plot"]
     incidents = ["--rows", str(max(rows // 2, 1)), "--workers", "5", "--answer-tokens", "64", "--worker-tokens", "96"]
     return {
         **{task: ["--task", task, "--method", METHODS, "--rows", str(rows), *short] for task in TASKS},
         "sweep": ["--task", "nq_open", "--method", "parallel,text,reuse", *short, *sweep],
+        "timing": ["--timing", "128", "--workers", "1,2,4,8,16", "--plot"],
         "incidents": ["--task", "database_synthetic", "--method", "parallel,text,text_turn", *incidents],
         "self_check": ["--self-check", "--workers", "2,4,8", "--rows", "8"],
     }
@@ -164,7 +165,7 @@ def write_section(out: Path) -> None:
         f"`python bench/quality.py --data DIR`, started {run.get('started', '?')[:10]}; {said}. 95% intervals in brackets; differences are paired.\n"
     )
     PLOTS.mkdir(exist_ok=True)
-    for folder, names in (("sweep", SWEEP_PLOTS), ("tables", ("methods.png",))):
+    for folder, names in (("sweep", SWEEP_PLOTS), ("timing", SWEEP_PLOTS), ("tables", ("methods.png",))):
         for name in names:
             if (out / folder / name).exists():
                 shutil.copyfile(out / folder / name, PLOTS / name)
@@ -172,7 +173,7 @@ def write_section(out: Path) -> None:
         parts.append(methods_section(tables, "Methods on the same branches"))
         parts += ["![methods](plots/methods.png)\n"] * (PLOTS / "methods.png").exists()
     if sweep := read(out / "sweep", "summary.json"):
-        parts.append(sweep_section(sweep, read(out / "sweep", "sweep.json"), read(out / "sweep", "attention.json")))
+        parts.append(sweep_section(sweep, read(out / "timing", "sweep.json"), read(out / "sweep", "attention.json")))
     if incidents := read(out / "incidents", "summary.json"):
         parts.append(methods_section(incidents, "Synthetic database incidents, five monitors"))
     if check := read(out / "self_check", "self_check.json"):
