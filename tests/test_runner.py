@@ -188,6 +188,8 @@ def test_attention_sweep_keeps_means_by_layer(invented):
         for layer in range(2):
             assert entry["prefix"][layer] + entry["self"][layer] + sum(entry["branches"][layer]) == pytest.approx(1, abs=1e-6)
             assert 0 < entry["entropy"][layer] <= entry["max_entropy"] + 1e-9
+    two_passages = attention_sweep(engine, plan(workers=(3, 4)), lambda m: [EXAMPLES[2]])["sweep"]
+    assert [(entry["m"], len(entry["branches"][0])) for entry in two_passages] == [(2, 2)]
 
 
 def test_timing_sweep_measures_both_sides_and_leaves_out_what_does_not_fit():

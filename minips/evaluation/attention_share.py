@@ -58,7 +58,7 @@ def attention_sweep(
 ) -> dict:
     """The shares for each m of the plan, means over rows of its first task, as `attention.json`: prefix, self, branches and entropy by layer.
 
-    load(m) gives the examples. entropy: of the branches' shares (made to sum to 1), in nats; it is log m where all get the same.
+    load(m) gives the examples; an entry's m is the number of branches that its rows have. entropy: of the branches' shares (made to sum to 1), in nats; it is log m where all get the same.
     """
     task = TASKS[plan.tasks[0]]
     setup, sweep = Setup(engine, task, plan.answer_params(task), plan.scoring, plan.adapter), []
@@ -79,20 +79,20 @@ def attention_sweep(
                     row.close()
         sizes = {len(layers[0]) for layers in found}
         most = [layers for layers in found if len(layers[0]) == max(sizes, default=0)]
-        if most:
-            sweep.append(_entry(m, torch.tensor(most, dtype=torch.float64)))
+        if most and len(most[0][0]) - 2 not in {entry["m"] for entry in sweep}:  # rows may have fewer passages than m
+            sweep.append(_entry(torch.tensor(most, dtype=torch.float64)))
         say(f"attention, m = {m}: {len(most)} rows")
     return {"model": plan.model, "adapter": plan.adapter, "task": task.name, "sweep": sweep}
 
 
-def _entry(m: int, found: Tensor) -> dict:
+def _entry(found: Tensor) -> dict:
     """found [rows, layers, parts] -> one entry of the sweep."""
     branches = found[..., 1:-1]
     normal = branches / branches.sum(-1, keepdim=True).clamp_min(1e-12)
     entropy = -(normal * normal.clamp_min(1e-12).log()).sum(-1).mean(0)
     means = found.mean(0)
     return {
-        "m": m,
+        "m": branches.shape[-1],
         "rows": len(found),
         "prefix": means[:, 0].tolist(),
         "self": means[:, -1].tolist(),
