@@ -56,9 +56,10 @@ def shares(context: Context, ids: list[int]) -> list[list[float]]:
 def attention_sweep(
     engine: Engine, plan: Plan, load: Callable[[int], list[Example]], say: Callable[[str], None] = lambda text: None
 ) -> dict:
-    """The shares for each m of the plan, means over rows of its first task, as `attention.json`: prefix, self, branches and entropy by layer.
+    """The shares for each m of the plan, means over rows of its first task, as `attention.json`, by layer.
 
-    load(m) gives the examples; an entry's m is the number of branches that its rows have. entropy: of the branches' shares (made to sum to 1), in nats; it is log m where all get the same.
+    load(m) gives the examples; an entry's m is the number of branches that its rows have. entropy: of the branches' shares (made to
+    sum to 1), in nats; it is log m where all get the same.
     """
     task = TASKS[plan.tasks[0]]
     setup, sweep = Setup(engine, task, plan.answer_params(task), plan.scoring, plan.adapter), []
