@@ -6,7 +6,7 @@ from minips.chat import ChatFormat
 from minips.engine import Engine
 from minips.evaluation.example import Example, Task
 
-from .support import tiny_config, tiny_engine
+from .support import fill_pool, tiny_config, tiny_engine
 from .toy_tokenizers import toy_tokenizer
 
 
@@ -14,6 +14,7 @@ def text_engine(*, positions: int = 4096, max_kv_tokens: int = 20000, **changes)
     config = tiny_config(vocab_size=300, max_position_embeddings=positions, **changes)
     plain, tokenizer = tiny_engine(config, page_size=8, max_kv_tokens=max_kv_tokens), toy_tokenizer("chatml")
     engine = Engine(plain.model, config, tokenizer=tokenizer, chat=ChatFormat("chatml", tokenizer), settings=plain.settings)
+    fill_pool(engine, 0.0)
     engine._fingerprint = "invented"  # the weights are the same each time, and lie in no folder
     return engine
 

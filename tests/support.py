@@ -67,10 +67,14 @@ def tiny_engine(
     model = Model.from_tensors(config, {name: tensor.to(dtype) for name, tensor in tensors.items()})
     settings = EngineConfig("cpu", "auto", "auto", page_size, max_kv_tokens, prefill_chunk)
     engine = Engine(model, config, settings=settings)
-    if poison is not None:
-        for tensor in (*engine.pool.keys, *engine.pool.values):
-            tensor[1:] = poison
+    fill_pool(engine, 0.0 if poison is None else poison)
     return engine
+
+
+def fill_pool(engine: Engine, value: float) -> None:
+    """Put one value into every page: fresh memory holds anything, NaN too, which equals nothing."""
+    for tensor in (*engine.pool.keys, *engine.pool.values):
+        tensor[1:] = value
 
 
 def chat_engine(kind="chatml", max_kv_tokens=4000, **changes):
