@@ -15,9 +15,10 @@ from dataclasses import dataclass, field, replace
 from datetime import date
 
 from ..config import SamplingParams
-from ..engine import Engine, params_for
+from ..engine import Engine
 from ..errors import MinipsError
 from ..kv_cache import Branch
+from ..sampling import params_for
 from .example import Example
 from .tools import Call, Toolbox, agent_system, toolboxes
 
