@@ -127,6 +127,11 @@ def _stored(segment: Segment) -> int:
     return segment.length + (segment.stop_token is not None)
 
 
+def _stored_entry(entry: dict) -> int:
+    """The same of a segment as a file describes it."""
+    return entry["length"] + (entry["stop_token"] is not None)
+
+
 def _state(branch: Branch, shared: int) -> dict:
     """What a branch is, beside its K and V. `shared`: its leading tokens that stand in the prefix file."""
     return {
@@ -188,10 +193,11 @@ def _read_index(folder: Path) -> list[str | None]:
     names = index.get("branches")
     if not isinstance(names, list) or not names or len(set(map(str, names))) < len(names):
         raise MinipsError(f"{folder / INDEX}: branches is {brief(names)}, expected a list of different file names")
-    for name in (index.get("prefix"), *names):
-        if not (isinstance(name, str) and _FILE_NAME.fullmatch(name)) and (name is not None or name in names):
+    prefix = index.get("prefix")
+    for name in names if prefix is None else (prefix, *names):
+        if not (isinstance(name, str) and _FILE_NAME.fullmatch(name)):
             raise MinipsError(f"{folder / INDEX}: {brief(name)} is no file name of this form: lower case, digits and -, .safetensors")
-    return [index.get("prefix"), *names]
+    return [prefix, *names]
 
 
 class _Content:
@@ -275,10 +281,10 @@ class _Content:
 
     @property
     def stored(self) -> int:
-        return sum(entry["length"] + (entry["stop_token"] is not None) for entry in self.data["segments"])
+        return sum(map(_stored_entry, self.data["segments"]))
 
     def pages(self, pool: KVPool) -> int:
-        return sum(pool.pages_for(entry["length"] + (entry["stop_token"] is not None)) for entry in self.data["segments"])
+        return sum(pool.pages_for(_stored_entry(entry)) for entry in self.data["segments"])
 
     def check_prefix(self, shared: _Content | None, live: Branch | None) -> None:
         """The branch must have been made behind just this prefix."""
@@ -300,7 +306,7 @@ class _Content:
         self.engine.check_positions(end, 0, f"load_branches: {self.path.name}, whose start is {start}," if delta else "load_branches")
         slots, at = [], 0
         for entry in entries:
-            stored = entry["length"] + (entry["stop_token"] is not None)
+            stored = _stored_entry(entry)
             moves = entry["moves"] + (delta != 0)
             segment = Segment(
                 pool.allocate(pool.pages_for(stored)), entry["length"], entry["start"] + delta, entry["role"], entry["ended"],

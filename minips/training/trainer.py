@@ -69,6 +69,7 @@ class Trainer:
         ]
         self.optimizer = torch.optim.AdamW([group for group in groups if group["params"]], weight_decay=config.weight_decay)
         self.step = 0
+        self._orders: dict[int, list[int]] = {}
         self.moved: set[str] = set()  # tensors that have had a gradient
         if found := checkpoints(self.folder):
             state = load_checkpoint(found[-1], self.network, self.optimizer)
@@ -120,12 +121,17 @@ class Trainer:
     def batch_of(self, number: int) -> list[Example]:
         """The examples of batch `number` (from 0): every epoch is one shuffle of all, drawn from (seed, epoch)."""
         size, count = self.config.batch, len(self.examples)
-        chosen = []
-        for index in range(number * size, (number + 1) * size):
-            order = list(range(count))
-            random.Random(f"{self.config.seed} {index // count}").shuffle(order)
-            chosen.append(self.examples[order[index % count]])
-        return chosen
+        places = [divmod(index, count) for index in range(number * size, (number + 1) * size)]
+        orders = {epoch: self._order(epoch) for epoch in {epoch for epoch, _ in places}}
+        return [self.examples[orders[epoch][at]] for epoch, at in places]
+
+    def _order(self, epoch: int) -> list[int]:
+        """The shuffle of one epoch; kept, for all batches of the epoch ask for it."""
+        if epoch not in self._orders:
+            order = list(range(len(self.examples)))
+            random.Random(f"{self.config.seed} {epoch}").shuffle(order)
+            self._orders = {known: kept for known, kept in self._orders.items() if known >= epoch - 1} | {epoch: order}
+        return self._orders[epoch]
 
     def _step(self) -> tuple[float, int]:
         """One optimizer step -> mean loss, target tokens."""
