@@ -13,10 +13,12 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from .chat import default_prompt
 from .config import DEFAULT_MODEL, SamplingParams
-from .errors import MinipsError, counted, in_one_line
+from .errors import MinipsError, brief, counted, in_one_line
 from .screen import open_screen
 from .workflow import ANSWER_SAMPLING, METHODS, WORKER_SAMPLING, complete, example_names, read_workflow, workers_of
 from .workflow_checks import (
@@ -41,6 +43,7 @@ PLACES = {
     "prompt": ["synthesizer.prompt"],
     "system": ["system"],
     "method": ["method"],
+    "load_branches": ["load_branches"],
     "max_tokens": ["synthesizer.sampling.max_tokens"],
     "worker_tokens": ["sampling.max_tokens"],
     "temperature": ["sampling.temperature"],
@@ -57,6 +60,9 @@ PLACES = {
     "page_size": ["engine.page_size"],
     "max_kv_tokens": ["engine.max_kv_tokens"],
 }
+
+
+NOT_EMPTY = ("model", "adapter", "workflow", "save_branches", "load_branches")
 
 
 class Parser(argparse.ArgumentParser):
@@ -89,6 +95,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--method", choices=METHODS, help="how the answer comes from the workers (default: parallel, from their KV caches)")
     add("--merge", action="append", default=[], metavar="NAME=VALUE", help="a merge option, e.g. layout=sequential; repeatable")
     add("--workflow", metavar="FILE", help=f"run a workflow: a JSON file, what --json printed, or {', '.join(example_names())}")
+    add("--save-branches", metavar="DIR", help="write the workers' KV caches into a new folder before the synthesizer reads them")
+    add("--load-branches", metavar="DIR", help="answer TASK or --prompt from such a folder instead of running workers")
     add("--print-workflow", action="store_true", help="print the workflow that the other arguments amount to, and stop")
     add("--interactive", action="store_true", help="a conversation: each question goes to the workers, the answer is remembered")
     add("--max-tokens", type=int, metavar="N", help=f"longest answer (default: {answer['max_tokens']})")
@@ -120,7 +128,11 @@ def build_parser() -> argparse.ArgumentParser:
 def workflow_of(args: argparse.Namespace) -> dict:
     """The completed workflow that the arguments amount to."""
     check_arguments(args)
-    if args.workflow is not None:
+    if args.load_branches is not None:
+        data, where = {}, "arguments"
+        if args.prompt is None:
+            data["synthesizer"] = {"prompt": default_prompt(read_task(args.task))}
+    elif args.workflow is not None:
         data, where = read_workflow(args.workflow)
         synthesizer = data.get("synthesizer")
         if args.method not in (None, "parallel") and isinstance(synthesizer, dict):
@@ -132,7 +144,7 @@ def workflow_of(args: argparse.Namespace) -> dict:
         data, where = {"prefix": task, "branches": branches}, "arguments"
     for name, places in PLACES.items():
         if (value := getattr(args, name)) is not None:
-            for place in places:
+            for place in places[-1:] if "load_branches" in data else places:  # of the answer alone where no worker runs
                 put(data, place.split("."), value)
     for name, value in merge_options(args.merge).items():
         put(data, ["synthesizer", "merge", name], value)
@@ -164,7 +176,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     for name, value in vars(args).items():
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str):
-                check_text(text, "TASK" if name == "task" else flag(name), empty=name not in ("model", "adapter", "workflow"))
+                check_text(text, "TASK" if name == "task" else flag(name), empty=name not in NOT_EMPTY)
     for name, places in PLACES.items():
         value, (group, _, field) = getattr(args, name), places[0].rpartition(".")
         if value is not None and group in ("sampling", "synthesizer.sampling", "engine"):
@@ -174,19 +186,46 @@ def check_arguments(args: argparse.Namespace) -> None:
     if args.worker_prompt and args.workers not in (None, len(args.worker_prompt)):
         given = counted(len(args.worker_prompt), "time")
         raise MinipsError(f"--workers is {args.workers}, but --worker-prompt was given {given}")
+    workers_say = ("workers", "worker_prompt", "worker_tokens", "temperature", "top_p", "top_k", "min_p", "system")
     together = {
         "--workflow": (args.workflow is not None, ("task", "workers", "worker_prompt"), "the workflow says it"),
-        "--interactive": (args.interactive, ("task", "prompt", "workflow", "json", "print_workflow"), "a conversation has none"),
+        "--interactive": (
+            args.interactive,
+            ("task", "prompt", "workflow", "json", "print_workflow", "save_branches"),
+            "a conversation has none",
+        ),
+        "--load-branches": (args.load_branches is not None, ("workflow", "interactive", "save_branches", *workers_say), "no workers run"),
+        "--print-workflow": (args.print_workflow, ("save_branches",), "nothing is run"),
         "--json": (args.json, ("print_workflow",), "one of the two is printed"),
     }
     for name, (given, others, reason) in together.items():
         for other in others if given else ():
-            if getattr(args, other) not in (None, [], False):
+            if getattr(args, other) not in (None, []) and getattr(args, other) is not False:  # 0 is a value
                 raise MinipsError(f"{name} and {'TASK' if other == 'task' else flag(other)} cannot be combined: {reason}")
     if args.interactive and args.method not in (None, "parallel"):
         raise MinipsError(f"--interactive answers by method parallel only, found --method {args.method}")
+    if args.load_branches is not None and (args.task is None) == (args.prompt is None):
+        found = "neither" if args.task is None else "both"
+        raise MinipsError(f"--load-branches needs a TASK, which is restated, or --prompt, which is put as it is; {found} was given")
+    if args.save_branches is not None:
+        check_new_folder(args.save_branches, "--save-branches")
     if args.adapter is not None and args.method not in (None, "parallel"):
         raise MinipsError(f"--adapter is given, but --method {args.method} uses none")
+
+
+def check_new_folder(name: str, where: str) -> None:
+    """Refuse before the run what could not be written after it."""
+    try:
+        if os.path.lexists(name):
+            raise MinipsError(f"{where} {brief(name)}: exists already, expected a new folder")
+        parent = next(folder for folder in Path(name).absolute().parents if folder.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            raise MinipsError(f"{where} {brief(name)}: cannot be made, {brief(str(parent))} is no folder that can be written to")
+        os.stat(name)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        raise MinipsError(f"{where} {brief(name)}: cannot be made ({getattr(error, 'strerror', None) or error})") from None
 
 
 def merge_options(given: Sequence[str]) -> dict[str, object]:
@@ -231,6 +270,8 @@ def read_task(task: str) -> str:
 def run(args: argparse.Namespace) -> int:
     """Carry out parsed arguments; the answer goes to stdout, everything else to stderr."""
     data = workflow_of(args)
+    if args.save_branches is not None and "load_branches" in data:
+        raise MinipsError("--save-branches: the workflow loads branches, so no workers run whose caches could be saved")
     if args.print_workflow:
         print_json(data)
         return 0
@@ -244,7 +285,7 @@ def run(args: argparse.Namespace) -> int:
             from .chat_loop import chat
 
             return chat(engine, synthesizer, chat_settings(data, args), screen)
-        outcome = run_workflow(engine, synthesizer, data, screen)
+        outcome = run_workflow(engine, synthesizer, data, screen, args.save_branches)
     if args.json:
         from .record import record
 
@@ -290,7 +331,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0 done, 1 refused or failed (one line), 2 bad usage, 130 Ctrl-C."""
     parser = build_parser()
     args = parser.parse_args(argv)
-    if args.task is None and args.workflow is None and not args.interactive:
+    if args.task is None and args.workflow is None and args.load_branches is None and not args.interactive:
         parser.error("TASK is missing")
     if sys.stdout is None:
         parser.exit(1, "minips: error: standard output is closed, so the answer has nowhere to go\n")

@@ -58,8 +58,13 @@ def load(data: dict, screen: Screen, progress: bool = True) -> tuple[Engine, Syn
     return engine, synthesizer
 
 
-def run_workflow(engine: Engine, synthesizer: Synthesizer, data: dict, screen: Screen) -> Outcome:
-    """Carry out a completed workflow. Refused before the first forward where it cannot fit; no branch is left open."""
+def run_workflow(engine: Engine, synthesizer: Synthesizer, data: dict, screen: Screen, save: str | None = None) -> Outcome:
+    """Carry out a completed workflow. Refused before the first forward where it cannot fit; no branch is left open.
+
+    save: a new folder for the workers' branches, written before anything is merged.
+    """
+    if "load_branches" in data:
+        return run_loaded(engine, synthesizer, data, screen)
     started = time.perf_counter()
     before = dict(engine.counters)
     method, asked = data["method"], data["synthesizer"]["prompt"]
@@ -77,10 +82,13 @@ def run_workflow(engine: Engine, synthesizer: Synthesizer, data: dict, screen: S
             branches += engine.fork(root, [worker.turns[0].prompt for worker in workers])
             spans = run_turns(engine, branches, workers, screen, scored=method == "best-of-n")
             seconds["workers"] = time.perf_counter() - mark
+            if save is not None:
+                engine.save_branches(branches, save)
+                screen.note(f"saved {counted(len(branches), 'branch', 'branches')} in {save}")
             if method == "best-of-n":
                 result, figures = vote(spans, workers, screen)
             else:
-                kept = counted(kept_tokens(root, branches, spans, synthesizer.options.keep_turns), "token")
+                kept = counted(kept_tokens(branches, synthesizer.options.keep_turns), "token")
                 if method in TEXT_METHODS:
                     for branch in (*branches, root):  # their pages are free for the text
                         branch.close()
@@ -99,6 +107,30 @@ def run_workflow(engine: Engine, synthesizer: Synthesizer, data: dict, screen: S
     screen.end_answer(figures)
     counters = {name: count - before[name] for name, count in engine.counters.items()}
     return Outcome(result, workers, spans, seconds, counters)
+
+
+def run_loaded(engine: Engine, synthesizer: Synthesizer, data: dict, screen: Screen) -> Outcome:
+    """Answer from saved branches: no worker runs, and reading the files counts as the workers' time."""
+    started = time.perf_counter()
+    before = dict(engine.counters)
+    branches = engine.load_branches(data["load_branches"])
+    try:
+        seconds = {"prefix": 0.0, "workers": time.perf_counter() - started}
+        workers = [Worker(f"worker {index + 1}", ()) for index in range(len(branches))]
+        spans = [[Span(WorkerOutput.of(branch), None)] for branch in branches]
+        read, size = counted(len(branches), "branch", "branches"), f"{seconds['workers']:.2f} s"
+        screen.note(f"read {read} of {counted(sum(b.num_cached for b in branches), 'token')} from {data['load_branches']} in {size}")
+        kept = counted(kept_tokens(branches, synthesizer.options.keep_turns), "token")
+        screen.start_answer(f"synthesizer: reading {kept} from {counted(len(branches), 'cache')}")
+        params = SamplingParams(**data["synthesizer"]["sampling"])
+        result = show(synthesizer.stream_from_caches(branches, data["synthesizer"]["prompt"], params), screen)
+    finally:
+        for branch in branches:
+            branch.close()
+    result.workers = [row[-1].output for row in spans]
+    seconds["total"] = time.perf_counter() - started
+    screen.end_answer(figures_of(data["method"], result))
+    return Outcome(result, workers, spans, seconds, {name: count - before[name] for name, count in engine.counters.items()})
 
 
 def with_summaries(data: dict) -> dict:
@@ -168,11 +200,12 @@ def mean_logprob(branch: Branch) -> float | None:
     return sum(entry[token] for entry, token in zip(branch.logprobs, branch.output_ids)) / len(branch.output_ids)
 
 
-def kept_tokens(root: Branch, branches: Sequence[Branch], spans: Sequence[Sequence[Span]], keep_turns: str) -> int:
+def kept_tokens(branches: Sequence[Branch], keep_turns: str) -> int:
     """Tokens of the workers that the synthesizer reads, for the line that says so."""
-    if keep_turns in ("all", "full"):
-        return sum(branch.num_cached - (root.num_cached if keep_turns == "all" else 0) for branch in branches)
-    return sum(len(span.output.token_ids) for row in spans for span in (row[-1:] if keep_turns == "final" else row))
+    if keep_turns == "final":
+        return sum(len(branch.output_ids) for branch in branches)
+    own = [segment for branch in branches for segment in branch.segments[0 if keep_turns == "full" else branch.fork_depth :]]
+    return sum(segment.length for segment in own if keep_turns in ("all", "full") or segment.role == "output")
 
 
 # Answering from text

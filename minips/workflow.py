@@ -45,7 +45,7 @@ ANSWER_SAMPLING = {**_BASE, "repetition_penalty": 1.05, "seed": 0}  # small mode
 ENGINE_DEFAULTS = {name: None if name in ("page_size", "max_kv_tokens") else "auto" for name in ENGINE_FIELDS}
 TOP_FIELDS = (
     *("$schema", "name", "description", "model", "engine", "method", "system", "prefix"),
-    *("sampling", "branches", "synthesizer"),
+    *("sampling", "branches", "load_branches", "synthesizer"),
 )
 SYNTHESIZER_FIELDS = ("prompt", "sampling", "adapter", "merge")
 
@@ -147,6 +147,9 @@ def complete(data: dict, where: str = "workflow") -> dict:
     system = data.get("system")
     if system is not None:
         check_text(system, f"{at}system")
+    kept = {name: data[name] for name in ("$schema", "name", "description") if name in data}
+    if "load_branches" in data:
+        return _with_seeds({**kept, "model": model, "engine": engine, "method": method, **_complete_loaded(data, at, method)})
     if "prefix" not in data:
         raise MinipsError(f"{at}prefix is missing, expected what all workers read: text or messages")
     prefix = check_prompt(data["prefix"], f"{at}prefix", first=True, empty=False)
@@ -166,9 +169,19 @@ def complete(data: dict, where: str = "workflow") -> dict:
     given = [f"{at}branches[{i}]" for i, branch in enumerate(branches) if "output" in branch.get("turns", [branch])[-1]]
     if method == "best-of-n" and given:
         raise MinipsError(f"{given[0]} has a given output, but method best-of-n votes over what workers decode")
-    kept = {name: data[name] for name in ("$schema", "name", "description") if name in data}
     body = {"model": model, "engine": engine, "method": method, "system": system, "prefix": prefix, "sampling": sampling}
     return _with_seeds({**kept, **body, "branches": branches, "synthesizer": synthesizer})
+
+
+def _complete_loaded(data: dict, at: str, method: str) -> dict:
+    """The rest of a workflow whose branches come from a folder: they bring all that workers need."""
+    folder = check_text(data["load_branches"], f"{at}load_branches", empty=False)
+    for name in ("prefix", "branches", "sampling", "system"):
+        if name in data:
+            raise MinipsError(f"{at}load_branches and {name} cannot be combined: saved branches are read, no workers run")
+    if method in (*TEXT_METHODS, "best-of-n"):
+        fail(f"{at}method", method, "parallel, reuse or naive, because load_branches brings caches, not what workers write")
+    return {"load_branches": folder, "synthesizer": _complete_synthesizer(data.get("synthesizer", {}), at, method, [])}
 
 
 def _complete_synthesizer(value: object, at: str, method: str, prefix: Prompt) -> dict:
@@ -203,8 +216,8 @@ def _complete_synthesizer(value: object, at: str, method: str, prefix: Prompt) -
 def _with_seeds(data: dict) -> dict:
     """A copy in JSON's own types in which each seed that was left to chance (null) is drawn."""
     data = json.loads(json.dumps(data))
-    branches = data["branches"]
-    samplings = [data["sampling"], data["synthesizer"]["sampling"]]
+    branches = data.get("branches", [])
+    samplings = [data.get("sampling", {}), data["synthesizer"]["sampling"]]
     samplings += [part["sampling"] for branch in branches for part in (branch, *branch.get("turns", ())) if "sampling" in part]
     for sampling in samplings:
         if sampling.get("seed", 0) is None:
@@ -213,9 +226,9 @@ def _with_seeds(data: dict) -> dict:
 
 
 def workers_of(data: dict) -> list[Worker]:
-    """What each worker of a completed workflow does, in order. A row of `engine.decode` gets its seed as it stands here."""
+    """What each worker of a completed workflow does, in order; none where branches are loaded. A row of `engine.decode` gets its seed as it stands here."""
     workers: list[Worker] = []
-    for branch in data["branches"]:
+    for branch in data.get("branches", ()):
         count = branch.get("count", 1)
         for copy in range(count):
             turns = []
