@@ -15,37 +15,31 @@ _SCALING_FIELDS = ("factor", "low_freq_factor", "high_freq_factor", "long_factor
 GREEDY_EPSILON = 1e-5  # temperatures below this are greedy
 
 
-MAX_JSON = 256 << 20  # bytes, far above any file that is not made to fill the memory
+MAX_TEXT = 256 << 20  # bytes, far above any file that is not made to fill the memory
+
+
+def read_text(path: Path) -> str:
+    """The text of a plain file (a pipe would wait, a device never end); MinipsError names what cannot be read."""
+    try:
+        if not (plain := Path(path).is_file()) and Path(path).exists() or Path(path).stat().st_size > MAX_TEXT:
+            raise MinipsError(f"{path}: is {f'larger than {MAX_TEXT >> 20} MiB' if plain else 'no file'}")
+        return Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise MinipsError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise MinipsError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
 
 
 def read_json(path: Path) -> dict:
     """Read a JSON object from `path`; a missing, unreadable or malformed file is a MinipsError that names it."""
+    text = read_text(path)
     try:
-        data = json.loads(read_text(path))
+        data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        if isinstance(error, MinipsError):
-            raise
         raise MinipsError(f"{path}: not readable as JSON ({error})") from None
     if not isinstance(data, dict):
         raise MinipsError(f"{path}: expected a JSON object, found {type(data).__name__}")
     return data
-
-
-def read_text(path: Path) -> str:
-    """The text of a file; what is no plain file (a pipe would wait, a device would never end), too large or no UTF-8 is a MinipsError."""
-    path = Path(path)
-    try:
-        if path.exists() and not path.is_file():
-            raise MinipsError(f"{path}: is no file")
-        if path.stat().st_size > MAX_JSON:
-            raise MinipsError(f"{path}: is larger than {MAX_JSON >> 20} MiB, far more than such a file has")
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise MinipsError(f"{path}: no such file") from None
-    except UnicodeDecodeError as error:
-        raise MinipsError(f"{path}: not readable as JSON (no UTF-8 text at byte {error.start})") from None
-    except OSError as error:
-        raise MinipsError(f"{path}: not readable as JSON ({error.strerror or error})") from None
 
 
 def is_integer(value: object) -> bool:
