@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .kv_storage import Store, read, write
+
 
 @dataclass(frozen=True)
 class Reweight:
@@ -51,34 +53,33 @@ class AttentionRow:
 class GatherAttention:
     """Writes the new K and V of a batch into the pool and attends, layer by layer.
 
-    keys, values: per layer [num_pages, page_size, kv_heads, head_dim].
+    keys, values: the pool's, per layer.
     """
 
-    def __init__(self, keys: list[Tensor], values: list[Tensor], rows: list[AttentionRow]):
+    def __init__(self, keys: list[Store], values: list[Store], rows: list[AttentionRow]):
         self.keys, self.values, self.rows = keys, values, rows
         self.write_slots = torch.cat([row.slots[row.past : row.past + row.count] for row in rows])
         self.masks = [_causal_mask(row) for row in rows]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [T, heads, head_dim]; k, v [T, kv_heads, head_dim], rotated already -> [T, heads, head_dim]."""
-        keys, values = self.keys[layer].flatten(0, 1), self.values[layer].flatten(0, 1)  # [slots, kv_heads, head_dim]
-        keys.index_copy_(0, self.write_slots, k.to(keys.dtype))
-        values.index_copy_(0, self.write_slots, v.to(values.dtype))
+        write(self.keys[layer], self.write_slots, k)
+        write(self.values[layer], self.write_slots, v)
         outputs, start = [], 0
         for row, mask in zip(self.rows, self.masks):
+            length, first = row.past + row.count, row.first_slot
+            slots = row.slots[:length] if first is None else slice(first, first + length)
+            dtype = q.dtype if row.reweight is None else torch.float32
+            keys, values = read(self.keys[layer], slots, dtype), read(self.values[layer], slots, dtype)
             outputs.append(self._attend(q[start : start + row.count], keys, values, row, mask))
             start += row.count
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, row: AttentionRow, mask: Tensor | None) -> Tensor:
-        length = row.past + row.count
-        if row.first_slot is not None:
-            keys, values = keys[row.first_slot : row.first_slot + length], values[row.first_slot : row.first_slot + length]
-        else:
-            keys, values = keys.index_select(0, row.slots[:length]), values.index_select(0, row.slots[:length])
+        """keys, values: those of the row, [past + count, kv_heads, head_dim]."""
         if row.reweight is not None:
             return _reweighted(q, keys, values, row.reweight, mask)
-        keys, values = keys.to(q.dtype).transpose(0, 1)[None], values.to(q.dtype).transpose(0, 1)[None]
+        keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
         if row.count == 1:  # the heads of a KV head as its queries: the same sums, several times faster on CPU than with enable_gqa
             return F.scaled_dot_product_attention(q.view(1, keys.shape[1], -1, q.shape[-1]), keys, values).view(q.shape)
         out = F.scaled_dot_product_attention(

@@ -16,6 +16,7 @@ from .decoding import DecodeRow, Writer, decode_rows, open_writers, prefill
 from .errors import MinipsError, RoomError
 from .hub import resolve_model
 from .kv_cache import Branch, KVPool, Segment, default_kv_tokens
+from .kv_storage import bytes_per_token, resolve_kv_dtype
 from .model import Model
 from .prompts import Prompt, Prompts
 from .results import Result, Scores, TextStream
@@ -45,9 +46,9 @@ class Engine:
         self.prompts = Prompts(config, tokenizer, chat, folder)
         weight = model.lm_head.weight
         self.device, self.dtype = weight.device, weight.dtype
-        kv_dtype = self.dtype if settings.kv_dtype == "auto" else resolve_dtype(settings.kv_dtype, config, "kv_dtype")
+        kv_dtype = resolve_kv_dtype(settings.kv_dtype, self.dtype, self.device)
         shape = (settings.page_size, config.num_key_value_heads, config.head_dim)
-        self.kv_bytes_per_token = 2 * config.num_hidden_layers * shape[1] * shape[2] * kv_dtype.itemsize
+        self.kv_bytes_per_token = 2 * config.num_hidden_layers * bytes_per_token(kv_dtype, *shape[1:])
         tokens = settings.max_kv_tokens or default_kv_tokens(config.max_position_embeddings, self.kv_bytes_per_token, self.device)
         pages = -(-tokens // settings.page_size) + 1  # and the null page
         try:

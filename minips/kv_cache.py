@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .attention import Reweight
 from .errors import MinipsError, RoomError
+from .kv_storage import new_store, read_parts, write_parts
 
 
 @dataclass(eq=False)
@@ -39,7 +40,7 @@ class Segment:
 
 
 class KVPool:
-    """Per layer one K and one V tensor [num_pages, page_size, kv_heads, head_dim]. Page 0 is the null page."""
+    """Per layer one K and one V store [num_pages, page_size, kv_heads, head_dim] (see `kv_storage`). Page 0 is the null page."""
 
     def __init__(
         self,
@@ -52,10 +53,8 @@ class KVPool:
         device: torch.device | str = "cpu",
     ):
         shape = (num_pages, page_size, kv_heads, head_dim)
-        self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        for tensor in (*self.keys, *self.values):
-            tensor[0].zero_()
+        self.keys = [new_store(shape, dtype, device) for _ in range(num_layers)]
+        self.values = [new_store(shape, dtype, device) for _ in range(num_layers)]
         self.page_size, self.num_pages, self.device = page_size, num_pages, torch.device(device)
         self.ref_count = [0] * num_pages
         self._free = [(1, num_pages - 1)] if num_pages > 1 else []  # sorted runs (first page, count)
@@ -127,9 +126,8 @@ class KVPool:
         pages = self.allocate(self.pages_for(length))
         try:
             source, target = self.slots(segment.pages, first + length)[first:], self.slots(pages, length)
-            for tensor in (*self.keys, *self.values):
-                flat = tensor.flatten(0, 1)
-                flat.index_copy_(0, target, flat.index_select(0, source))
+            for store in (*self.keys, *self.values):
+                write_parts(store, target, read_parts(store, source))
         except BaseException:  # out of memory, Ctrl-C
             self.release(pages)
             raise

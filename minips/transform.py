@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .errors import MinipsError
 from .kv_cache import KVPool, Segment
+from .kv_storage import read, write
 from .mapper import CacheMapper, Coefficients
 from .rope import Rope, apply_rope
 
@@ -96,11 +97,9 @@ class Transform:
                 part = slice(first, first + chunk)
                 self._keys(slots[part], positions[part], deltas[part], branches[part])
                 if self.maps_values:
-                    for layer, tensor in enumerate(self.pool.values):
-                        flat = tensor.flatten(0, 1)
-                        values = flat.index_select(0, slots[part]).float()
-                        values = self.mapper.map("value", layer, values, self.coefficients, branches[part])
-                        flat.index_copy_(0, slots[part], values.to(flat.dtype))
+                    for layer, store in enumerate(self.pool.values):
+                        values = read(store, slots[part], torch.float32)
+                        write(store, slots[part], self.mapper.map("value", layer, values, self.coefficients, branches[part]))
             if self.pool.device.type == "cuda":
                 torch.cuda.synchronize(self.pool.device)
         timings["map" if self.maps_keys or self.maps_values else "rerotate"] = time.perf_counter() - started
@@ -122,10 +121,8 @@ class Transform:
         if not self.maps_keys and not deltas.any():
             return
         move = KeyMove(self.rope, positions, deltas, branches, self.mapper if self.maps_keys else None, self.coefficients)
-        for layer, tensor in enumerate(self.pool.keys):
-            flat = tensor.flatten(0, 1)
-            keys = move(layer, flat.index_select(0, slots).float())
-            flat.index_copy_(0, slots, keys.to(flat.dtype))
+        for layer, store in enumerate(self.pool.keys):
+            write(store, slots, move(layer, read(store, slots, torch.float32)))
 
     def _statistics(self, jobs: Sequence[Job]) -> Coefficients:
         """Mean and variance of each branch's unrotated keys and of its values, chunk by chunk."""
@@ -140,8 +137,8 @@ class Transform:
                 part = slice(first, first + chunk)
                 cos, sin = self.rope.tables(positions[part] - deltas[part])
                 for layer in range(len(pool.keys)):
-                    k = apply_rope(pool.keys[layer].flatten(0, 1).index_select(0, slots[part]).float(), cos, -sin)
-                    v = pool.values[layer].flatten(0, 1).index_select(0, slots[part]).float()
+                    k = apply_rope(read(pool.keys[layer], slots[part], torch.float32), cos, -sin)
+                    v = read(pool.values[layer], slots[part], torch.float32)
                     _accumulate(keys[:, job.branch, layer], k, seen[job.branch])
                     _accumulate(values[:, job.branch, layer], v, seen[job.branch])
                 seen[job.branch] += len(slots[part])

@@ -64,8 +64,8 @@ def test_golden_cases_agree_to_bf16_rounding(name):
 
 def test_kv_dtypes_that_are_not_there_are_refused_at_the_start():  # FAULTS 34
     engine = tiny_engine()
-    with pytest.raises(MinipsError, match="dtype is 'int8'"):
-        Engine(engine.model, engine.config, settings=EngineConfig(kv_dtype="int8"))
+    with pytest.raises(MinipsError, match="dtype is 'int4'"):
+        Engine(engine.model, engine.config, settings=EngineConfig(kv_dtype="int4"))
 
 
 def test_an_fp32_cache_beside_bf16_weights():

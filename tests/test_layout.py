@@ -7,16 +7,17 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "minips"
 LAYERS = [
     {"config", "errors", "results"},
-    {"rope", "attention", "sampling", "tokenizer", "chat", "gguf_convert", "hub", "weights", "files"},
+    {"rope", "kv_storage", "attention", "sampling", "tokenizer", "chat", "gguf_convert", "hub", "weights", "files"},
     {"kv_cache", "model", "lora", "mapper"},
     {"prompts", "decoding", "answering", "engine", "adapter", "branch_files", "cuda_graph"},
     {"transform", "merge", "synthesis"},
     {"training", "evaluation", "screen", "screen_live", "workflow", "workflow_checks", "running", "record", "chat_loop"},
+    {"corpus"},
     {"generate", "convert", "adapters", "train", "distill", "evaluate"},
 ]
 SAME_LAYER = {
     ("config", "errors"), ("results", "errors"), ("chat", "tokenizer"), ("hub", "gguf_convert"), ("hub", "weights"),
-    ("gguf_convert", "weights"),
+    ("gguf_convert", "weights"), ("kv_storage", "weights"), ("attention", "kv_storage"),
     ("answering", "decoding"), ("engine", "answering"), ("engine", "prompts"), ("engine", "decoding"), ("engine", "cuda_graph"),
     ("engine", "branch_files"), ("branch_files", "engine"),
     ("answering", "engine"),  # for type checkers only
@@ -79,4 +80,4 @@ def test_no_pickles_no_utils_no_stray_prints():  # FAULTS 83
                 assert any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords), path.name
             assert called not in ("pickle.load", "pickle.loads"), path.name
             to_stderr = any(k.arg == "file" for k in node.keywords)
-            assert called != "print" or level in (5, 6, None) or to_stderr, f"{path.name} prints"
+            assert called != "print" or level in (5, 7, None) or to_stderr, f"{path.name} prints"

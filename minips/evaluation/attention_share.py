@@ -12,6 +12,7 @@ from ..attention import AttentionRow, GatherAttention, attention_scores
 from ..decoding import open_writers
 from ..engine import Engine
 from ..errors import RoomError
+from ..kv_storage import Store
 from ..synthesis import Context
 from .example import Example
 from .methods import Setup
@@ -23,13 +24,13 @@ from .tasks import TASKS
 class WatchedAttention(GatherAttention):
     """Attends as ever and adds up, for one row, what each part gets: `shares` [layers, parts], means over heads and queries."""
 
-    def __init__(self, keys: list[Tensor], values: list[Tensor], row: AttentionRow, bounds: Sequence[int]):
+    def __init__(self, keys: list[Store], values: list[Store], row: AttentionRow, bounds: Sequence[int]):
         super().__init__(keys, values, [row])
         self.bounds = list(bounds)  # part i is [bounds[i], bounds[i + 1]), in the order of slots
         self.shares: list[list[float]] = []
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, row: AttentionRow, mask: Tensor | None) -> Tensor:
-        scores = attention_scores(q, keys.index_select(0, row.slots[: row.past + row.count]), mask)
+        scores = attention_scores(q, keys, mask)
         weights = (row.reweight(scores) if row.reweight is not None else scores).softmax(-1).mean((0, 1, 2))
         self.shares.append([float(weights[a:b].sum()) for a, b in zip(self.bounds, self.bounds[1:])])
         return super()._attend(q, keys, values, row, mask)

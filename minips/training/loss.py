@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..config import MergeOptions
-from ..errors import MinipsError
+from ..engine import Engine
+from ..errors import MinipsError, RoomError
 from ..kv_cache import Branch, KVPool
+from ..kv_storage import read
 from ..mapper import CacheMapper
 from ..merge import Plan, plan_merge
 from ..rope import Rope
@@ -28,7 +30,7 @@ LOGIT_CHUNK = 64  # target positions whose logits are held at a time; they are c
 
 @dataclass(frozen=True)
 class Item:
-    """One example: open branches, prompt ids u and target ids (with the end token that is to be learnt)."""
+    """One example: open branches (none: u alone is read), prompt ids u and target ids (with the end token that is to be learnt)."""
 
     branches: Sequence[Branch]
     prompt: list[int]
@@ -50,14 +52,14 @@ class MergedCache:
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """fp32 [length, kv_heads, head_dim] each."""
-        keys, values = (tensors[layer].flatten(0, 1) for tensors in (self.pool.keys, self.pool.values))
-        moved = self.move(layer, keys.index_select(0, self.slots).float())
-        mapped = values.index_select(0, self.slots).float()
+        keys, values = self.pool.keys[layer], self.pool.values[layer]
+        moved = self.move(layer, read(keys, self.slots, torch.float32))
+        mapped = read(values, self.slots, torch.float32)
         if self.mapper is not None:
             mapped = self.mapper.map("value", layer, mapped, self.coefficients, self.whose)
         if self.prefix is None:
             return moved, mapped
-        return torch.cat((keys[self.prefix].float(), moved)), torch.cat((values[self.prefix].float(), mapped))
+        return torch.cat((read(keys, self.prefix, torch.float32), moved)), torch.cat((read(values, self.prefix, torch.float32), mapped))
 
 
 def batch_loss(network: Network, items: Sequence[Item], options: MergeOptions, *, layer_checkpoints: bool = False) -> tuple[Tensor, int]:
@@ -68,13 +70,14 @@ def batch_loss(network: Network, items: Sequence[Item], options: MergeOptions, *
     for item in items:
         if not item.prompt or not item.target:
             raise MinipsError("training: an item has no prompt or no target tokens")
-        cache = MergedCache(item, options, limit, model.rope, network.mapper)
+        cache = MergedCache(item, options, limit, model.rope, network.mapper) if item.branches else None
+        first = cache.next_position if cache is not None else 0
         fed = [*item.prompt, *item.target[:-1]]
-        engine.check_positions(cache.next_position, len(fed), "prompt and target")
+        engine.check_positions(first, len(fed), "prompt and target")
         labelled += range(len(ids) + len(item.prompt) - 1, len(ids) + len(fed))
         labels += item.target
         ids += fed
-        positions += range(cache.next_position, cache.next_position + len(fed))
+        positions += range(first, first + len(fed))
         rows.append((cache, len(fed)))
     device = engine.device
     attend = _Attend(rows, device)
@@ -85,6 +88,16 @@ def batch_loss(network: Network, items: Sequence[Item], options: MergeOptions, *
         part = slice(first, first + LOGIT_CHUNK)
         total = total + checkpoint(_summed, model.lm_head, hidden[part], wanted[part], engine.valid_vocab, use_reentrant=False)
     return total / len(wanted), len(wanted)
+
+
+def check_room(engine: Engine, item: Item, options: MergeOptions, most: int) -> None:
+    """RoomError where an item has more than `most` tokens in all, or does not fit the model's positions."""
+    limit, fed = engine.config.max_position_embeddings, len(item.prompt) + len(item.target)
+    plan = plan_merge(item.branches, options, limit, lossy=False) if item.branches else None
+    engine.check_positions(plan.next_position if plan is not None else 0, fed, "prompt and target")
+    tokens = fed + sum(branch.num_tokens for branch in item.branches)
+    if tokens > most:
+        raise RoomError(f"training: a row has {tokens} tokens, most_tokens is {most}")
 
 
 def _forward(model, ids: Tensor, positions: Tensor, attend: _Attend, layer_checkpoints: bool) -> Tensor:
@@ -116,22 +129,27 @@ def _tokens(plan: Plan, pool: KVPool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 class _Attend:
-    """Attention of packed rows, each over its own merged cache and causally over itself."""
+    """Attention of packed rows, each over its own merged cache (None: nothing) and causally over itself."""
 
-    def __init__(self, rows: Sequence[tuple[MergedCache, int]], device: torch.device):
+    def __init__(self, rows: Sequence[tuple[MergedCache | None, int]], device: torch.device):
         self.rows = rows
-        self.masks = [torch.ones(count, cache.length + count, dtype=torch.bool, device=device).tril(cache.length) for cache, count in rows]
+        self.masks: list[Tensor | None] = [
+            torch.ones(count, cache.length + count, dtype=torch.bool, device=device).tril(cache.length) if cache is not None else None
+            for cache, count in rows
+        ]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         outputs, start = [], 0
         for (cache, count), mask in zip(self.rows, self.masks):
-            keys, values = cache.read(layer)
-            keys, values = (torch.cat((old.to(q.dtype), new[start : start + count])) for old, new in ((keys, k), (values, v)))
+            keys, values = k[start : start + count], v[start : start + count]
+            if cache is not None:
+                keys, values = (torch.cat((old.to(q.dtype), new)) for old, new in zip(cache.read(layer), (keys, values)))
             out = F.scaled_dot_product_attention(
                 q[start : start + count].transpose(0, 1)[None],
                 keys.transpose(0, 1)[None],
                 values.transpose(0, 1)[None],
                 attn_mask=mask,
+                is_causal=mask is None,
                 enable_gqa=True,
             )
             outputs.append(out[0].transpose(0, 1))
