@@ -44,7 +44,7 @@ class Engine:
         self.settings, self.folder = settings, folder
         model.debug = settings.debug
         self.prompts = Prompts(config, tokenizer, chat, folder)
-        weight = model.lm_head.weight
+        weight = model.model.embed_tokens.weight
         self.device, self.dtype = weight.device, weight.dtype
         kv_dtype = resolve_kv_dtype(settings.kv_dtype, self.dtype, self.device)
         shape = (settings.page_size, config.num_key_value_heads, config.head_dim)
@@ -80,10 +80,10 @@ class Engine:
         place = resolve_device(device)
         page_size = page_size if page_size is not None else (64 if place.type == "cuda" else 16)
         settings = EngineConfig(str(place), dtype, kv_dtype, page_size, max_kv_tokens, debug=debug)
-        tensors = load_weights(folder, config, dtype=resolve_dtype(dtype, config), device=place)
         tokenizer = Tokenizer.from_folder(folder, config)
         chat = detect_format(folder, tokenizer) if tokenizer is not None else None
-        network = Model.from_tensors(config, tensors)
+        network = Model.from_tensors(config, load_weights(folder, config, dtype=resolve_dtype(dtype, config), device=place))
+        network.pack()
         return cls(network, config, tokenizer=tokenizer, chat=chat, settings=settings, folder=folder)
 
     @property

@@ -1,6 +1,6 @@
 """LoRA adapters in PEFT's folder form, read strictly, and folded once into a second set of weights.
 
-Folding is W + scale * B @ A in fp32, rounded once. The folded model shares every other tensor with the base, so workers and
+Folding is W + scale * B @ A in fp32, rounded once. The folded model shares all other modules with the base, so workers and
 synthesizer stand side by side and nothing is ever un-merged.
 """
 
@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from .config import read_json
 from .errors import MinipsError, brief
 from .model import Model
+from .weights import expected_shapes, open_safetensors
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _PREFIX = r"(?:base_model\.model\.)?(?:model\.)?(?:language_model\.)?(?:model\.)?"
@@ -57,14 +58,14 @@ def read_lora(folder: str | Path, model: Model) -> LoraAdapter:
     settings = read_json(folder / "adapter_config.json")
     check_lora_config(folder / "adapter_config.json", settings)
     path = folder / "adapter_model.safetensors"
-    modules = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and ".layers." in name}
+    shapes = {name.removesuffix(".weight"): shape for name, shape in expected_shapes(model.config).items() if len(shape) == 2}
     halves: dict[str, dict[str, Tensor]] = {}
     base_rows, strange = None, []
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
+        with open_safetensors(path) as file:
             for key in file.keys():
                 name, part = split_key(key)
-                if name in modules and name.rsplit(".", 1)[-1] in TARGETS:
+                if name in shapes and name.rsplit(".", 1)[-1] in TARGETS:
                     if part in halves.setdefault(name, {}):
                         raise MinipsError(f"{path}: {name}.lora_{part} is there twice, the second time as {brief(key)}")
                     halves[name][part] = _finite(path, key, file.get_tensor(key))
@@ -83,7 +84,7 @@ def read_lora(folder: str | Path, model: Model) -> LoraAdapter:
         hint = " (modules_to_save is not supported)" if any("modules_to_save" in key for key in strange) else ""
         shown = ", ".join(map(brief, strange[:3]))
         raise MinipsError(f"{path}: {len(strange)} tensors match no module of the model{hint}: {shown}{'...' if strange[3:] else ''}")
-    pairs = _check_pairs(path, halves, modules, settings)
+    pairs = _check_pairs(path, halves, shapes, settings)
     return LoraAdapter(str(folder), pairs, settings, base_rows)
 
 
@@ -144,8 +145,7 @@ def _check_base_rows(path: Path, key: str, rows, model: Model, base: object) -> 
     for row in sorted({at * (shape[0] - 1) // max(count - 1, 1) for at in range(count)}):
         if not torch.equal(rows[row : row + 1][0].to(weight.device, weight.dtype), weight[row]):
             raise MinipsError(
-                f"{path}: row {row} of {key} differs from the base model's; a replaced embedding or head (modules_to_save) is "
-                "not supported"
+                f"{path}: row {row} of {key} differs from the base model's; a replaced embedding or head (modules_to_save) is not supported"
             )
     return shape[0]
 
@@ -172,7 +172,7 @@ def _pattern(patterns: dict, name: str, default):
     return default
 
 
-def _check_pairs(path: Path, halves: dict, modules: dict, settings: dict) -> dict[str, tuple[Tensor, Tensor, float]]:
+def _check_pairs(path: Path, halves: dict, shapes: dict, settings: dict) -> dict[str, tuple[Tensor, Tensor, float]]:
     wanted = settings.get("target_modules")
     if isinstance(wanted, list):
         missing = [target for target in wanted if not any(f".{name}".endswith(f".{target}") for name in halves)]
@@ -182,7 +182,7 @@ def _check_pairs(path: Path, halves: dict, modules: dict, settings: dict) -> dic
         raise MinipsError(f"{path}: no LoRA tensors found for this model")
     problems, pairs = [], {}
     for name, half in halves.items():
-        out_size, in_size = modules[name].weight.shape
+        out_size, in_size = shapes[name]
         if set(half) != {"A", "B"}:
             raise MinipsError(f"{path}: {name} has lora_{''.join(half)} only, expected lora_A and lora_B")
         rank = half["A"].shape[0]
@@ -204,15 +204,15 @@ def _check_pairs(path: Path, halves: dict, modules: dict, settings: dict) -> dic
 
 @torch.no_grad()
 def fold(model: Model, adapter: LoraAdapter) -> Model:
-    """A second model with the adapter folded in; all other tensors are the base's own storage."""
-    tensors = {name: tensor for name, tensor in model.state_dict().items()}
+    """A second model with the adapter folded in; the modules that it does not touch are the base's own."""
+    tensors = {}
     for name, (a, b, scale) in adapter.pairs.items():
-        weight = tensors[f"{name}.weight"]
+        weight = model.get_submodule(name).weight
         delta = (b.to(weight.device) @ a.to(weight.device)) * scale
-        tensors[f"{name}.weight"] = (weight.float() + delta).to(weight.dtype)
-        if not torch.isfinite(tensors[f"{name}.weight"]).all():
+        tensors[f"{name}.weight"] = folded = (weight.float() + delta).to(weight.dtype)
+        if not torch.isfinite(folded).all():
             raise MinipsError(f"{adapter.name}: folding {name} gives values that are not finite; the adapter is broken")
-    return Model.from_tensors(model.config, tensors)
+    return model.with_weights(tensors)
 
 
 class LoRALinear(nn.Module):

@@ -5,9 +5,11 @@ Only safetensors are read. All headers are checked before the first tensor is lo
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
+import os
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from .config import ModelConfig, read_json
-from .errors import MinipsError
+from .errors import MinipsError, brief, in_one_line
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -32,6 +34,7 @@ DTYPES = {
 }
 # RoPE tables that old checkpoints carry; they are always computed afresh in fp32.
 _POSITION_BUFFER = re.compile(r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)|rope\.freqs")
+_JOINED = re.compile(r"(?:[qkv]|gate|up)_proj(\.\w+)$")  # of one module: they read the same input
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".h5", ".msgpack", ".npz")
 _COSMETIC = ("dtype", "eos_token_ids", "bos_token_id", "max_position_embeddings")  # no part of the maths
 _CHUNK = 1 << 24
@@ -69,6 +72,13 @@ def resolve_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise MinipsError(f"device is {name!r}, but this machine has {torch.cuda.device_count()} CUDA device(s)")
     return device
+
+
+def open_safetensors(path: str | Path) -> safe_open:
+    """A safetensors file, opened on the CPU. OSError also where it is no plain file: a pipe would wait for ever."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise OSError(errno.EINVAL, "is no file")
+    return safe_open(path, framework="pt", device="cpu")
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -111,20 +121,34 @@ def load_weights(
     by_file: dict[Path, list[str]] = {}
     for name, tensor in stored.items():
         by_file.setdefault(tensor.path, []).append(name)
-    loaded: dict[str, torch.Tensor] = {}
+    loaded = _allocate(config, dtype, device, Path(folder))
     for path, names in by_file.items():
         try:
-            with safe_open(path, framework="pt", device="cpu") as file:
+            with open_safetensors(path) as file:
                 for name in names:
-                    # A copy in any case: views of the mapped file would be unaligned and would change with the file.
-                    loaded[name] = file.get_tensor(name).to(device=device, dtype=dtype, copy=True)
+                    # Copied in any case: views of the mapped file would be unaligned and would change with the file.
+                    loaded[name].copy_(file.get_tensor(name))
                     if dtype == torch.float16 and not torch.isfinite(loaded[name]).all():
                         raise MinipsError(f"{path}: {name} does not fit float16, use bfloat16 or float32")
-        except torch.cuda.OutOfMemoryError:
-            raise MinipsError(f"{path.parent}: the weights do not fit in the memory of {device}") from None
         except (SafetensorError, OSError) as error:
             raise MinipsError(f"{path}: cannot be read ({_first_line(error)})") from None
-    return {name: loaded[name] for name in expected_shapes(config)}
+    return loaded
+
+
+def _allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device | str, folder: Path) -> dict[str, torch.Tensor]:
+    """Room for every expected tensor; q, k and v of a layer lie behind each other in memory, and so do gate and up."""
+    groups: dict[str, list[str]] = {}
+    shapes = expected_shapes(config)
+    for name in shapes:
+        groups.setdefault(_JOINED.sub(r"\1", name), []).append(name)
+    room = {}
+    try:
+        for names in groups.values():
+            rows, rest = [shapes[name][0] for name in names], shapes[names[0]][1:]
+            room.update(zip(names, torch.empty((sum(rows), *rest), dtype=dtype, device=device).split(rows)))
+    except (torch.cuda.OutOfMemoryError, RuntimeError, MemoryError):
+        raise MinipsError(f"{folder}: the weights do not fit in the memory of {device}") from None
+    return {name: room[name] for name in shapes}
 
 
 def fingerprint(folder: str | Path, config: ModelConfig) -> str:
@@ -200,8 +224,8 @@ def _shards(index: Path) -> dict[str, str]:
     if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
         raise MinipsError(f"{index}: field weight_map is missing or broken, expected tensor names with file names")
     for name in files.values():
-        if not name.endswith(".safetensors") or any(part in name for part in ("/", "\\", "..", ":", "\0")):
-            raise MinipsError(f"{index}: file name {name!r} is not allowed, expected a *.safetensors file in the same folder")
+        if not name.endswith(".safetensors") or len(name) > 200 or any(part in name for part in ("/", "\\", "..", ":", "\0")):
+            raise MinipsError(f"{index}: file name {brief(name)} is not allowed, expected a *.safetensors file in the same folder")
     return files
 
 
@@ -236,8 +260,8 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
         for name, entry in header.items():
             start, end = entry["data_offsets"]
             shape = tuple(entry["shape"])
-            if not all(type(size) is int and size >= 0 for size in (start, end, *shape)):
-                raise ValueError(f"tensor {name} has an impossible shape or offset")
+            if not all(type(size) is int and size >= 0 for size in (start, end, *shape)) or not isinstance(entry["dtype"], str):
+                raise ValueError(f"tensor {brief(name)} has an impossible shape, offset or dtype")
             tensors[name] = StoredTensor(path, entry["dtype"], shape, 8 + length + start, end - start)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise MinipsError(f"{path}: broken safetensors header ({_first_line(error)})") from None
@@ -275,7 +299,7 @@ def _same_content(one: StoredTensor, other: StoredTensor) -> bool:
 
 
 def _some(names: list[str], limit: int = 5, separator: str = ", ") -> str:
-    return separator.join(names[:limit]) + (f"{separator}..." if len(names) > limit else "")
+    return separator.join(in_one_line(name)[:300] for name in names[:limit]) + (f"{separator}..." if len(names) > limit else "")
 
 
 def _first_line(error: Exception) -> str:

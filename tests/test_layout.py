@@ -7,7 +7,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "minips"
 LAYERS = [
     {"config", "errors", "results"},
-    {"rope", "kv_storage", "attention", "sampling", "tokenizer", "chat", "gguf_convert", "hub", "weights", "files"},
+    {"rope", "kv_storage", "attention", "sampling", "tokenizer", "chat", "gguf_convert", "hub", "weights", "files", "matrix"},
     {"kv_cache", "model", "lora", "mapper"},
     {"prompts", "decoding", "answering", "engine", "adapter", "branch_files", "cuda_graph"},
     {"transform", "merge", "synthesis"},

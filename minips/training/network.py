@@ -1,4 +1,4 @@
-"""What is trained: a cache mapper, and LoRA layers in a second module tree that shares every tensor of the frozen base."""
+"""What is trained: a cache mapper, and LoRA layers in a second module tree on the frozen base's tensors (copies of packed ones)."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ class Network:
                 for name, child in list(parent.named_children()):
                     if name in targets and isinstance(child, nn.Linear):
                         setattr(parent, name, LoRALinear(child, rank, alpha))
+                        parent.fused = None  # its layers no longer are rows of one matrix
         config = engine.config
         self.mapper = None
         if mapper.kind != "none":
