@@ -36,6 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--workers", default="4", metavar="M[,M]", help="numbers of workers; several make a sweep (default: %(default)s)")
     add("--data", metavar="DIR", help="the data folder (default: the hub's originals)")
     add("--rows", type=int, metavar="N", help="rows of each task, drawn with --seed (default: all)")
+    add("--held-out", action="store_true", help="only the rows that the training recipes leave out")
     add("--out", default=DEFAULT_OUT, metavar="DIR", help="folder of the run (default: %(default)s)")
     add("--scoring", default="minips", help="minips, or official for the paper's released rules (default: %(default)s)")
     add("--list", action="store_true", help="list tasks and methods, and stop")
@@ -150,6 +151,7 @@ def plan_of(args: argparse.Namespace, tasks: tuple[str, ...], workers: tuple[int
         adapter=args.adapter,
         workers=workers,
         rows=args.rows,
+        held_out=args.held_out,
         seed=args.seed,
         temperature=args.temperature,
         top_p=args.top_p,
@@ -192,7 +194,7 @@ def check(engine, args: argparse.Namespace, workers: tuple[int, ...], folder: Pa
 
 
 def write_json(path: Path, data: object) -> None:
-    from .evaluation.records import write_beside
+    from .files import write_beside
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

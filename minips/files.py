@@ -1,4 +1,4 @@
-"""Writing folders whole or not at all."""
+"""Writing files and folders whole or not at all."""
 
 from __future__ import annotations
 
@@ -37,3 +37,23 @@ def write_folder(folder: str | Path, fill: Callable[[Path], None]) -> Path:
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:  # the latter of safetensors and torch.save, on a full disk
         raise MinipsError(f"{folder}: cannot be written ({getattr(error, 'strerror', None) or error})") from None
     return folder
+
+
+def write_beside(path: Path, content: str | bytes) -> None:
+    """Write a file under another name and rename it, so that a half-written one is never seen."""
+    content = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
+    name = None
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+            name = file.name
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException as error:
+        if name is not None and os.path.exists(name):
+            os.unlink(name)
+        if isinstance(error, OSError):
+            raise MinipsError(f"{path}: cannot be written ({error.strerror or error})") from None
+        raise

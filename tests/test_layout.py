@@ -23,7 +23,7 @@ SAME_LAYER = {
     ("answering", "engine"),  # for type checkers only
     ("synthesis", "merge"), ("merge", "transform"), ("lora", "model"),
     ("screen", "screen_live"), ("screen_live", "screen"), ("workflow", "workflow_checks"), ("running", "screen"), ("running", "workflow"),
-    ("record", "running"), ("record", "workflow"), ("record", "workflow_checks"), ("chat_loop", "screen"),
+    ("train", "adapters"), ("record", "running"), ("record", "workflow"), ("record", "workflow_checks"), ("chat_loop", "screen"),
 }  # fmt: skip
 
 

@@ -19,7 +19,8 @@ class Example:
 
     Branches are either decoded or given. worker_prompts: what each worker is told besides the prefix; () means the same for
     all, as many as the run asks for. passages: given branches (documents, facts), encoded instead of decoded; their number is
-    the row's m. group: sub-task kind for the failure analysis. meta: what scoring needs (tests, options, tolerance ...).
+    the row's m. group: sub-task kind for the failure analysis. meta: what scoring needs (tests, options, tolerance ...);
+    `family`: what rows share that must not be split between training and evaluation (the article of a question; "": all rows).
     """
 
     id: str

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import MinipsError
+from ..files import write_beside
 from .document import clean
 from .measurements import read_attention, read_sweep
-from .records import PREDS, read_rows, write_beside
+from .records import PREDS, read_rows
 from .summary import summarise
 
 if TYPE_CHECKING:

@@ -13,13 +13,13 @@ from __future__ import annotations
 import json
 import os
 import platform
-import tempfile
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ..config import is_integer, read_json
 from ..errors import MinipsError, brief
+from ..files import write_beside
 
 try:
     import fcntl
@@ -125,26 +125,6 @@ class Records:
 def read_rows(folder: str | Path) -> list[dict]:
     """The rows of a run folder, also of one that is still running (a line just being written is passed over)."""
     return _parse(Path(folder) / PREDS)[0]
-
-
-def write_beside(path: Path, content: str | bytes) -> None:
-    """Write a file under another name and rename it, so that a half-written one is never seen."""
-    content = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
-    name = None
-    try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            name = file.name
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException as error:
-        if name is not None and os.path.exists(name):
-            os.unlink(name)
-        if isinstance(error, OSError):
-            raise MinipsError(f"{path}: cannot be written ({error.strerror or error})") from None
-        raise
 
 
 def _lock(file: int, folder: Path) -> None:

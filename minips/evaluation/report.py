@@ -12,10 +12,11 @@ from pathlib import Path
 
 from ..config import read_json
 from ..errors import MinipsError
+from ..files import write_beside
 from .document import Block, Heading, Image, Strong, Table, Text, to_html, to_markdown
 from .measurements import read_attention, read_self_check, read_sweep
 from .plots import PLOTS
-from .records import PREDS, RUN, read_rows, write_beside
+from .records import PREDS, RUN, read_rows
 from .samples import samples
 from .summary import summarise
 

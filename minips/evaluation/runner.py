@@ -12,6 +12,7 @@ from ..engine import Engine
 from ..errors import MinipsError, RoomError
 from ..results import Result
 from .agents import prepare
+from .data import held_out
 from .example import RULES, Example, Task
 from .methods import Scorer, Setup, adapter_of, check_method, run_method
 from .records import PREDS, Records, open_records
@@ -23,7 +24,8 @@ MOST_WORKERS = 256
 
 @dataclass(frozen=True)
 class Plan:
-    """What to evaluate. workers: the values of m (one entry: no sweep). rows: how many of each task (None: all), drawn with seed.
+    """What to evaluate. workers: the values of m (one entry: no sweep). rows: how many of each task (None: all), drawn with seed. held_out:
+    only rows that no training of ours has seen (`data.held_out`).
 
     data: the data folder (None: the hub). answer_tokens and worker_tokens: None takes the task's own. temperature and top_p: of the workers;
     the answer is greedy. batch: examples at a time; it changes the speed (and, in bf16, near-ties). scoring: minips or official.
@@ -36,6 +38,7 @@ class Plan:
     adapter: str | None = None
     workers: tuple[int, ...] = (4,)
     rows: int | None = None
+    held_out: bool = False
     seed: int = 0
     temperature: float = 0.7
     top_p: float = 0.95
@@ -72,7 +75,8 @@ class Plan:
 
     def arguments(self) -> dict:
         """What must be the same for a run to be resumed; more rows extend it, for a larger sample holds the smaller one."""
-        return {name: value for name, value in asdict(self).items() if name not in ("data", "rows", "batch")}
+        arguments = {name: value for name, value in asdict(self).items() if name not in ("data", "rows", "batch")}
+        return {name: value for name, value in arguments.items() if name != "held_out" or value}  # as runs were before it
 
 
 def evaluate(
@@ -151,7 +155,10 @@ def _examples_of(rows: Sequence[dict], examples: Sequence[Example], name: str, m
 
 def load_examples(plan: Plan, name: str, m: int) -> list[Example]:
     """The plan's rows of one task, with the passages (where it has any) dealt over m branches."""
-    return select(task(name).load(Path(plan.data) if plan.data else None, m, plan.seed), plan.rows, plan.seed)
+    examples = task(name).load(Path(plan.data) if plan.data else None, m, plan.seed)
+    if plan.held_out:
+        examples = [example for example in examples if held_out(name, example)]
+    return select(examples, plan.rows, plan.seed)
 
 
 def _run_batch(plan: Plan, setup: Setup, examples: Sequence[Example], m: int, records: Records) -> None:

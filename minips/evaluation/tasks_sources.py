@@ -88,9 +88,9 @@ def _passage(title: str, text: str) -> str:
     return f"{title}: {text}"
 
 
-def _span_example(row: Row, question: str, answers: Sequence[str], passages: Sequence[str], group: str = "") -> Example:
+def _span_example(row: Row, question: str, answers: Sequence[str], passages: Sequence[str], group: str = "", **meta: str) -> Example:
     prefix, prompt = prompts.passages_question(question)
-    return Example(row.id, question, prefix, prompt, tuple(answers), answers[0], passages=tuple(passages), group=group)
+    return Example(row.id, question, prefix, prompt, tuple(answers), answers[0], passages=tuple(passages), group=group, meta=meta)
 
 
 def load_nq_open(folder: Path | None, workers: int, seed: int) -> list[Example]:
@@ -156,7 +156,7 @@ def load_squad(folder: Path | None, workers: int, seed: int) -> list[Example]:
         passages += distractors(pool, workers - len(passages), (title, gold), answers, rng, row)
         rng.shuffle(passages)
         dressed = [_passage(title.replace("_", " "), text) for title, text in passages]
-        examples.append(_span_example(row, row.text("question"), answers, dressed))
+        examples.append(_span_example(row, row.text("question"), answers, dressed, family=title))
     return examples
 
 
@@ -201,7 +201,8 @@ def load_kv_retrieval(folder: Path | None, workers: int, seed: int, pairs: int =
         chosen = [[key, value], *rng.sample(others, min(pairs - 1, len(others)))]
         prefix, prompt = prompts.key_question(key)
         passages = deal([f"{name}: {text}" for name, text in chosen], workers, rng, "\n")
-        examples.append(Example(row.id, f"value of {key}", prefix, prompt, (value,), value, passages=passages))
+        meta = {"family": ""}  # held out as a whole: training makes up keys and values of its own
+        examples.append(Example(row.id, f"value of {key}", prefix, prompt, (value,), value, passages=passages, meta=meta))
     return examples
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
+from ..adapter import Adapter
 from ..engine import Engine
 from ..errors import MinipsError
 from ..lora import TARGETS, LoraAdapter, LoRALinear
@@ -64,6 +65,19 @@ class Network:
         }
         config |= {"lora_dropout": 0.0, "bias": "none", "use_rslora": False, "inference_mode": True}
         return LoraAdapter(name, pairs, config)
+
+    def start_from(self, adapter: Adapter) -> None:
+        """Take over an adapter's values. MinipsError where its mapper or LoRA is of another form than this one's."""
+        ours, theirs = self.trainable(), {}
+        for name, (a, b, scale) in (adapter.lora.pairs if adapter.lora is not None else {}).items():
+            theirs |= {f"lora.{name}.lora_A": a, f"lora.{name}.lora_B": b * (scale * self.rank / self.alpha if self.rank else 1.0)}
+        if adapter.mapper is not None:
+            theirs |= {f"mapper.{name}": tensor for name, tensor in adapter.mapper.named_parameters()}
+        wrong = sorted(set(ours) ^ set(theirs)) or [name for name in ours if ours[name].shape != theirs[name].shape]
+        if wrong:
+            raise MinipsError(f"start: {adapter.name} has another mapper or LoRA than this run trains ({', '.join(wrong[:3])})")
+        for name, tensor in ours.items():
+            tensor.data.copy_(theirs[name])
 
     def _lora(self) -> Iterator[tuple[str, LoRALinear]]:
         return ((name, module) for name, module in self.model.named_modules() if isinstance(module, LoRALinear))

@@ -7,42 +7,33 @@ a function of (seed, step), and nothing else is random after the start.
 from __future__ import annotations
 
 import json
+import math
 import random
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
 
-from ..adapter import Adapter, save_adapter
-from ..chat import require_format
+from ..adapter import Adapter, load_adapter, save_adapter
 from ..engine import Engine
 from ..errors import MinipsError
+from ..hub import resolve_adapter
 from ..kv_cache import Branch
 from .checkpoints import checkpoints, load_checkpoint, save_checkpoint
 from .config import TrainConfig
+from .distributed import Group
+from .encoding import Example, encode
 from .loss import Item, batch_loss
 from .network import Network
 
 LOG = "log.jsonl"
 
 
-@dataclass(frozen=True)
-class Example:
-    """One row: text of the shared prefix (user turn left open), given branches, the synthesizer's prompt, and the target answer."""
-
-    id: str
-    prefix: str
-    branches: tuple[str, ...]
-    prompt: str
-    target: str
-
-
 class Trainer:
     """Trains on `examples` in `folder`; goes on from the newest checkpoint there, if its config is the same.
 
-    say: hears one line of progress a step.
+    say: hears lines of news. on_step: hears each step's log entry. Under torchrun every process makes one of these; the first one writes.
     """
 
     def __init__(
@@ -53,12 +44,14 @@ class Trainer:
         folder: str | Path,
         *,
         say: Callable[[str], None] = lambda text: None,
+        on_step: Callable[[dict], None] = lambda entry: None,
     ):
         if not examples:
             raise MinipsError("training: there are no examples")
         if engine.tokenizer is None:
             raise MinipsError("training: examples are text, and the model has no tokenizer.json")
         self.config, self.engine, self.examples, self.folder, self.say = config, engine, list(examples), Path(folder), say
+        self.on_step, self.group = on_step, Group(engine.device)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             self.network = Network(engine, config.mapper_config(), rank=config.rank, alpha=config.alpha, targets=config.targets)
@@ -77,6 +70,8 @@ class Trainer:
                 raise MinipsError(f"{found[-1]}: this run was started with another config; use the same or another folder")
             self.step, self.moved = state["step"], set(state["moved"])
             say(f"going on from step {self.step}")
+        elif config.start:
+            self.network.start_from(load_adapter(resolve_adapter(config.start), engine.model, lambda: engine.fingerprint))
 
     def train(self, until: int | None = None) -> float:
         """Train to the end (or to step `until`); returns the last step's loss. The adapter is written at the end, into `adapter`.
@@ -86,27 +81,26 @@ class Trainer:
         config, loss = self.config, float("nan")
         end = config.steps if until is None else min(until, config.steps)
         self.folder.mkdir(parents=True, exist_ok=True)
-        started, first = time.perf_counter(), self.step
         try:
             while self.step < end:
-                loss, tokens = self._step()
-                seconds = (time.perf_counter() - started) / (self.step - first)
-                self._log({"step": self.step, "loss": round(loss, 6), "target_tokens": tokens, "rate": config.rate(self.step - 1)})
-                self.say(
-                    f"step {self.step} of {config.steps}: loss {loss:.3f}, {seconds:.2f} s a step, {seconds * (end - self.step):.0f} s left"
-                )
+                started = time.perf_counter()
+                entry = self.advance()
+                loss = entry["loss"]
+                self._log(entry)
+                self.on_step({**entry, "seconds": time.perf_counter() - started})
                 if self.step % config.checkpoint_every == 0 or self.step == config.steps:
                     self.save()
         except KeyboardInterrupt:
             self.save()
             raise
-        if self.step == config.steps and not (self.folder / "adapter").exists():
+        if self.step == config.steps and self.group.rank == 0 and not (self.folder / "adapter").exists():
             self.write_adapter(self.folder / "adapter")
+        self.group.wait()
         return loss
 
     def save(self) -> None:
         """A checkpoint of now; nothing where there is one already."""
-        if not (self.folder / f"step-{self.step:08d}").exists():
+        if self.group.rank == 0 and not (self.folder / f"step-{self.step:08d}").exists():
             save_checkpoint(
                 self.folder, self.step, self.network, self.optimizer, {"config": self.config.as_dict(), "moved": sorted(self.moved)}
             )
@@ -133,33 +127,51 @@ class Trainer:
             self._orders = {known: kept for known, kept in self._orders.items() if known >= epoch - 1} | {epoch: order}
         return self._orders[epoch]
 
-    def _step(self) -> tuple[float, int]:
-        """One optimizer step -> mean loss, target tokens."""
-        config, losses, tokens = self.config, [], 0
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["peak"] * config.rate(self.step)
+    def encoded(self, part: int) -> tuple[list[Branch], list[Item], list[str]]:
+        """Micro-batch `part` of the next step, this process's share; see `encode`."""
+        examples = self.batch_of(self.step * self.config.accumulation + part)[self.group.rank :: self.group.size]
+        return encode(self.engine, examples, self.config, self.step)
+
+    def advance(self, batches: Iterable[tuple[list[Branch], list[Item], list[str]]] | None = None) -> dict:
+        """One optimizer step; the loss is the mean over all target tokens of the step, whatever the batches and processes. -> log entry
+
+        batches: the step's micro-batches, where they have been encoded already (for several trainers that read the same branches; the
+        caller closes them).
+        """
+        config, group, parameters = self.config, self.group, self.network.trainable()
+        for part in self.optimizer.param_groups:
+            part["lr"] = part["peak"] * config.rate(self.step)
         self.optimizer.zero_grad(set_to_none=True)
-        for part in range(config.accumulation):
-            examples = self.batch_of(self.step * config.accumulation + part)
-            branches, items = encode(self.engine, examples)
+        loss_sum, targets, tokens, skipped = 0.0, 0, 0, []
+        for branches, items, left_out in batches or map(self.encoded, range(config.accumulation)):
+            skipped += left_out
             try:
-                loss, count = batch_loss(self.network, items, config.merge_options(), layer_checkpoints=config.layer_checkpoints)
+                if items:
+                    tokens += sum(len(i.prompt) + len(i.target) + sum(b.num_tokens for b in i.branches) for i in items)
+                    loss, count = batch_loss(self.network, items, config.merge_options(), layer_checkpoints=config.layer_checkpoints)
+                    (loss * count).backward()
+                    loss_sum, targets = loss_sum + loss.item() * count, targets + count
             finally:
-                for branch in branches:
+                for branch in branches if batches is None else ():
                     branch.close()
-            if not bool(torch.isfinite(loss)):
-                raise MinipsError(
-                    f"training: the loss of step {self.step + 1} is {loss.item()}, rows {self._names(examples)}; {self._last()}"
-                )
-            (loss / config.accumulation).backward()
-            losses.append(loss.item())
-            tokens += count
-        self._check_gradients()
-        if config.clip:
-            torch.nn.utils.clip_grad_norm_(self.network.trainable().values(), config.clip)
-        self.optimizer.step()
+        loss_sum, targets, tokens, left_out = group.total(loss_sum, targets, tokens, len(skipped))
+        if not math.isfinite(loss_sum):
+            names = [e.id for part in range(config.accumulation) for e in self.batch_of(self.step * config.accumulation + part)]
+            raise MinipsError(f"training: the loss of step {self.step + 1} is {loss_sum}, rows {', '.join(names)}; {self._last()}")
+        if targets:
+            group.sum_gradients(parameters.values())
+            for parameter in parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad /= targets
+            self._check_gradients()
+            if config.clip:
+                torch.nn.utils.clip_grad_norm_(parameters.values(), config.clip)
+            self.optimizer.step()
+        elif self.step < 2:
+            raise MinipsError(f"training: no row of step {self.step + 1} fits: {', '.join(skipped)}; raise most_tokens")
         self.step += 1
-        return sum(losses) / len(losses), tokens
+        entry = {"step": self.step, "loss": round(loss_sum / max(targets, 1), 6), "target_tokens": int(targets), "tokens": int(tokens)}
+        return entry | {"rate": config.rate(self.step - 1)} | ({"skipped": int(left_out)} if left_out else {})
 
     def _check_gradients(self) -> None:
         """By the second step every trained tensor has had a gradient (identity starts make some zero in the first), and no base tensor has one."""
@@ -177,34 +189,8 @@ class Trainer:
         found = checkpoints(self.folder)
         return f"the last good checkpoint is {found[-1]}" if found else "there is no checkpoint yet"
 
-    @staticmethod
-    def _names(examples: Sequence[Example]) -> str:
-        return ", ".join(example.id for example in examples)
-
     def _log(self, entry: dict) -> None:
+        if self.group.rank:
+            return
         with open(self.folder / LOG, "a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
-
-
-def encode(engine: Engine, examples: Sequence[Example]) -> tuple[list[Branch], list[Item]]:
-    """Open the branches of all examples in one ragged batch, by the engine's own calls -> all branches (to be closed), items."""
-    opened: list[Branch] = []
-    items = []
-    try:
-        outputs: list[str] = []
-        rows: list[list[Branch]] = []
-        for example in examples:
-            with engine.prefill(example.prefix) as prefix:
-                rows.append(engine.fork(prefix, [""] * len(example.branches)))
-            opened += rows[-1]
-            outputs += example.branches
-        engine.encode(opened, outputs)
-        end = require_format(engine.chat).turn_end  # learnt too, or answers would not stop
-        for example, branches in zip(examples, rows):
-            prompt = engine.prompts.encode(example.prompt, "continuation")
-            items.append(Item(branches, prompt, [*engine.prompts.output(example.target), end]))
-    except BaseException:
-        for branch in opened:
-            branch.close()
-        raise
-    return opened, items

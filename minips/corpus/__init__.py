@@ -1,0 +1,1 @@
+"""Training examples from data sets: every builder turns rows into prefix, branches, prompt and target."""

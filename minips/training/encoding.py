@@ -1,0 +1,118 @@
+"""From examples to items of the loss: branches are opened by the engine's own calls, in one ragged batch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from ..chat import require_format, text_prompt
+from ..config import SamplingParams
+from ..engine import Engine
+from ..errors import RoomError
+from ..kv_cache import Branch
+from ..prompts import Prompt
+from .config import TrainConfig
+from .loss import Item, check_room
+
+TEMPERATURE = 0.8  # of live workers
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row: text of the shared prefix (user turn left open), given branches, the synthesizer's prompt, and the target answer.
+
+    workers: instead of given branches, what each live worker is told besides the prefix; they decode when the row's turn comes.
+    """
+
+    id: str
+    prefix: str
+    branches: tuple[str, ...]
+    prompt: str
+    target: str
+    workers: tuple[str, ...] = ()
+
+
+def encode(engine: Engine, examples: Sequence[Example], config: TrainConfig, step: int = 0) -> tuple[list[Branch], list[Item], list[str]]:
+    """-> all opened branches (the caller closes them), one item an example that fits, ids of those that do not.
+
+    step: with the config's seed it seeds the live workers.
+    """
+    opened: list[Branch] = []
+    items, skipped = [], []
+    try:
+        needed = [example for example in examples if config.method == "parallel" or example.workers]
+        forked = iter(_fork(engine, needed, opened))
+        rows = [next(forked) if config.method == "parallel" or example.workers else [] for example in examples]
+        given = [(row, example.branches) for row, example in zip(rows, examples) if not example.workers]
+        live = list(chain.from_iterable(row for row, example in zip(rows, examples) if example.workers))
+        if config.method == "parallel":
+            engine.encode(list(chain.from_iterable(row for row, _ in given)), list(chain.from_iterable(texts for _, texts in given)))
+        if live:
+            names = [f"{example.id} {at}" for row, example in zip(rows, examples) if example.workers for at in range(len(row))]
+            seeds = [random.Random(f"{config.seed} {step} {name}").getrandbits(63) for name in names]
+            params = SamplingParams(max_tokens=config.worker_tokens, temperature=TEMPERATURE)
+            engine.decode(live, [replace(params, seed=seed) for seed in seeds])
+        end = require_format(engine.chat).turn_end  # learnt too, or answers would not stop
+        for example, branches in zip(examples, rows):
+            target = [*engine.prompts.output(example.target), end]
+            if config.method == "parallel":
+                read = [branch for branch in branches if branch.output_ids]
+                item = Item(read, engine.prompts.encode(example.prompt, "continuation"), target)
+            else:
+                texts = [branch.text for branch in branches] if example.workers else example.branches
+                item = Item((), engine.prompts.encode(as_text(replace(example, branches=tuple(texts)), config.method), "full"), target)
+            try:
+                check_room(engine, item, config.merge_options(), config.most_tokens)
+                items.append(item)
+            except RoomError:
+                skipped.append(example.id)
+    except BaseException:
+        for branch in opened:
+            branch.close()
+        raise
+    return opened, items, skipped
+
+
+def _fork(engine: Engine, examples: Sequence[Example], opened: list[Branch]) -> list[list[Branch]]:
+    """Every example's branches behind its prefix, noted in `opened`; as `Engine.prefill` and `fork` would, but all rows as one batch."""
+    rows: list[list[Branch]] = []
+    firsts, ids = [], []
+    roots = [engine.empty_branch() for _ in examples]
+    try:
+        engine.append(roots, [engine.prompts.encode(example.prefix, "prefix") for example in examples])
+        for root, example in zip(roots, examples):
+            root.turn, root.fork_depth = "open" if example.prefix else "open_empty", len(root.segments)
+            made: dict[tuple[int, ...], Branch] = {}
+            rows.append([])
+            for text in example.workers or [""] * len(example.branches):
+                prompt = engine.prompts.fork(root, text)
+                if tuple(prompt) not in made:
+                    made[tuple(prompt)] = root.child()
+                    firsts.append(made[tuple(prompt)])
+                    ids.append(prompt)
+                rows[-1].append(made[tuple(prompt)])
+        opened += firsts
+        engine.append(firsts, ids)
+    finally:
+        for root in roots:
+            root.close()
+    for row in rows:
+        seen: set[int] = set()
+        for at, first in enumerate(row):
+            if id(first) in seen:  # the same words: the same pages, another branch
+                row[at] = first.child()
+                opened.append(row[at])
+            seen.add(id(first))
+        for branch in row:
+            branch.turn, branch.fork_depth = "assistant", 1
+    return rows
+
+
+def as_text(example: Example, method: str) -> Prompt:
+    """The row as one prompt, as the evaluation's methods of the same names write it."""
+    if method == "text":
+        return text_prompt(example.prefix, example.branches, example.prompt)
+    turns = (("user", example.prefix), ("assistant", "\n\n".join(example.branches)), ("user", example.prompt))
+    return [{"role": role, "content": content} for role, content in turns]
