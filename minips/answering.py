@@ -1,4 +1,4 @@
-"""From prompt ids to text (`answers`), and the log-probabilities of given targets (`score_targets`), in ragged batches."""
+"""In ragged batches: what workers write (`work`), from prompt ids to text (`answers`), log-probabilities of given targets (`score_targets`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .config import SamplingParams
-from .decoding import Writer, decode_rows, feed, open_writers
+from .decoding import DecodeRow, Writer, decode_rows, feed, open_writers
 from .errors import MinipsError
 from .kv_cache import Branch
 from .model import Model
@@ -19,6 +19,87 @@ from .sampling import params_for
 
 if TYPE_CHECKING:
     from .engine import Engine
+
+
+def work(
+    engine: Engine, branches: Sequence[Branch], params: Sequence[SamplingParams], shared: bool, watched: bool
+) -> Iterator[tuple[int, int | None, str]]:
+    """Decode all branches, as one batch if their worst case fits the free pages, else in waves; all of them keep it, or none.
+
+    A wave takes as many rows, in order, as fit at their longest; the next one has the pages that they did not use. Rows know nothing
+    of their wave: the same tokens come out. shared: one SamplingParams stands for all rows. Greedy rows on the very same context
+    are computed once. Yields (row, token or None, text) for each token if `watched`, else once a step.
+    """
+    leaders: dict[object, list[int]] = {}
+    for index, (branch, row_params) in enumerate(zip(branches, params)):
+        context = tuple(map(id, branch.segments)) if row_params.greedy else index
+        leaders.setdefault((context, row_params), []).append(index)
+    groups = list(leaders.values())
+    firsts, each = [branches[group[0]] for group in groups], [params[group[0]] for group in groups]
+    limits = [engine.token_limit(branch.next_position, row_params) for branch, row_params in zip(firsts, each)]
+    _check_waves(engine, each, limits)
+    writers: list[Writer] = []
+    rows: list[DecodeRow] = []
+    try:
+        for branch in branches:
+            branch.busy = True
+        engine.ensure_logits(firsts)
+        while len(rows) < len(groups):
+            done, last = len(rows), -1
+            wave = range(done, done + _wave(engine, limits, done))
+            writers += open_writers([firsts[at] for at in wave], [limits[at] for at in wave], "output", "decoding workers")
+            streams = [groups[at][0] if shared else None for at in wave]
+            rows += [engine.decode_row(writers[at], each[at], limits[at], s, groups[at][0]) for at, s in zip(wave, streams)]
+            for at, token, piece in decode_rows(engine.model, rows[done:], drain=True):
+                if watched or at <= last:
+                    yield from ((index, token, piece) for index in groups[done + at][: None if watched else 1])
+                last = at
+            for row, writer in zip(rows[done:], writers[done:]):
+                writer.trim(len(row.ids), row.stop_token)
+        logits = [torch.stack(row.logits) if row.logits else None for row in rows]
+        for row, writer, group, own in zip(rows, writers, groups, logits):
+            _finish(engine, row, writer, [branches[index] for index in group], own)
+    finally:
+        for branch in branches:
+            branch.busy = False
+        for writer in writers:
+            writer.abort()
+
+
+def _check_waves(engine: Engine, params: Sequence[SamplingParams], limits: Sequence[int]) -> None:
+    """Refuse before the first forward what no run of waves can fit, with the pages of all rows at their longest."""
+    pages, used = engine.pool.pages_for, 0
+    longest = sum(map(pages, limits))
+    for row_params, limit in zip(params, limits):
+        if used + pages(limit) > engine.pool.num_free:
+            engine.pool.require(longest, f"decoding {len(limits)} workers")
+        used += pages(engine.least_tokens(row_params, limit))
+
+
+def _wave(engine: Engine, limits: Sequence[int], done: int) -> int:
+    """How many rows from `done` on fit the free pages at their longest."""
+    pages, count, needed = engine.pool.pages_for, 0, 0
+    while done + count < len(limits) and needed + pages(limits[done + count]) <= engine.pool.num_free:
+        needed += pages(limits[done + count])
+        count += 1
+    if not count:
+        engine.pool.require(pages(limits[done]), f"decoding {len(limits)} workers in waves: after {done} of them the next one")
+    return count
+
+
+def _finish(engine: Engine, row: DecodeRow, writer: Writer, branches: list[Branch], logits: Tensor | None) -> None:
+    """Give what a row wrote to its branches; logits: fp32 [tokens, vocab] if they were asked for."""
+    segment = writer.commit(row.ids, row.stop_token)
+    segment.ended = row.ended
+    engine.counters["decoded_tokens"] += len(row.ids)
+    for position, branch in enumerate(branches):
+        if position:
+            engine.pool.retain(segment.pages)
+            branch.adopt(segment, row.ids)
+        branch.output_ids, branch.text, branch.finish_reason = list(row.ids), row.text, row.finish_reason
+        branch.next_logits, branch.turn = row.last_logits, "assistant"
+        branch.logprobs = None if row.logprobs is None else [dict(entry) for entry in row.logprobs]
+        branch.logits = logits
 
 
 def answer(
@@ -58,7 +139,8 @@ def answer_batch(
         if targets is not None and (isinstance(targets, str) or len(targets) != len(ids)):
             raise MinipsError(f"generate_batch: {len(ids)} prompts but {len(targets)} targets, expected one each")
         targets = None if targets is None else [engine.prompts.output(target) for target in targets]
-        return TextStream(answers(engine, branches, ids, params, model, started, None, valid_vocab, targets)).finish()
+        rows = answers(engine, branches, ids, params, model, started, None, valid_vocab, targets)
+        return TextStream(rows, engine.turns, "generate_batch").finish()
     finally:
         for branch in branches:
             branch.close()

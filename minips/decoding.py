@@ -16,6 +16,7 @@ from .config import SamplingParams
 from .errors import MinipsError
 from .kv_cache import Branch, KVPool, Segment
 from .model import Model
+from .results import memory_errors, safe_point
 from .sampling import RowSampler, sample, token_logprobs
 from .tokenizer import StreamDecoder, Tokenizer
 
@@ -48,14 +49,20 @@ class Writer:
         first = self.segment.start + self.segment.length
         return range(first, first + count)
 
+    def trim(self, length: int, stop_token: int | None = None) -> None:
+        """Keep the first `length` tokens (and a cached stop token behind them), give the other pages back."""
+        segment = self.segment
+        segment.length, segment.stop_token = length, stop_token
+        used = self.pool.pages_for(length + (stop_token is not None))
+        spare, segment.pages = segment.pages[used:], segment.pages[:used]
+        self.pool.writing.difference_update(spare)
+        self.pool.release(spare)
+
     def commit(self, token_ids: list[int], stop_token: int | None = None) -> Segment:
         """Give the first `len(token_ids)` tokens (and a cached stop token behind them) to the branch, the other pages back."""
+        self.trim(len(token_ids), stop_token)
         segment, self.segment = self.segment, None
         self.pool.writing.difference_update(segment.pages)
-        segment.length, segment.stop_token = len(token_ids), stop_token
-        used = self.pool.pages_for(segment.length + (stop_token is not None))
-        self.pool.release(segment.pages[used:])
-        segment.pages = segment.pages[:used]
         self.branch.adopt(segment, token_ids)
         return segment
 
@@ -87,11 +94,14 @@ def open_writers(branches: Sequence[Branch], counts: Sequence[int], role: str, w
 @torch.no_grad()
 def _forward(model: Model, writers: Sequence[Writer], ids: Sequence[Sequence[int]]) -> Tensor:
     """Run new tokens of several sequences through the model and into the cache -> hidden [total tokens, hidden_size]."""
+    safe_point()
     pool = writers[0].pool
     attend = GatherAttention(pool.keys, pool.values, [writer.row(len(row)) for writer, row in zip(writers, ids)])
     positions = [position for writer, row in zip(writers, ids) for position in writer.positions(len(row))]
     tokens = [token for row in ids for token in row]
-    hidden = model(torch.tensor(tokens, device=pool.device), torch.tensor(positions, device=pool.device), attend)
+    cached = sum(writer.past + writer.segment.length for writer in writers)
+    with memory_errors(f"computing {len(tokens)} tokens of {len(writers)} sequences behind {cached} cached ones on {pool.device}"):
+        hidden = model(torch.tensor(tokens, device=pool.device), torch.tensor(positions, device=pool.device), attend)
     for writer, row in zip(writers, ids):
         writer.segment.length += len(row)
     return hidden

@@ -6,20 +6,18 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
-
-from .answering import answer, answer_batch, score_ids
+from .answering import answer, answer_batch, score_ids, work
 from .branch_files import load_branches, save_branches
 from .chat import ChatFormat, detect_format
 from .config import DEFAULT_MODEL, EngineConfig, ModelConfig, SamplingParams
-from .decoding import DecodeRow, Writer, decode_rows, open_writers, prefill
+from .decoding import DecodeRow, Writer, open_writers, prefill
 from .errors import MinipsError, RoomError
 from .hub import resolve_model
 from .kv_cache import Branch, KVPool, Segment, default_kv_tokens
 from .kv_storage import bytes_per_token, resolve_kv_dtype
 from .model import Model
 from .prompts import Prompt, Prompts
-from .results import Result, Scores, TextStream
+from .results import Result, Scores, TextStream, Turns, in_turn
 from .sampling import params_for
 from .tokenizer import Tokenizer
 from .weights import fingerprint, load_weights, resolve_device, resolve_dtype
@@ -60,6 +58,8 @@ class Engine:
         self.stop_ids = frozenset(tokenizer.eos_token_ids if tokenizer is not None else config.eos_token_ids)
         self.counters = dict.fromkeys(("prefilled_tokens", "decoded_tokens", "reused_tokens", "rerotated_tokens", "copied_tokens"), 0)
         self._fingerprint: str | None = None
+        self.turns = Turns()
+        self.turns.guard(self.pool)
 
     @classmethod
     def from_pretrained(
@@ -118,6 +118,7 @@ class Engine:
 
     # Making branches
 
+    @in_turn
     def prefill(self, prompt: Prompt, *, system: str | None = None, raw: bool = False) -> Branch:
         """Compute a root (c_sh). A string leaves its user turn open for `fork`."""
         ids = self.prompts.encode(prompt, "prefix", raw=raw, system=system)
@@ -135,10 +136,12 @@ class Engine:
         root.fork_depth = len(root.segments)
         return root
 
+    @in_turn
     def empty_branch(self) -> Branch:
         """A branch without tokens, at position 0."""
         return Branch(self.pool, self, [], [], 0)
 
+    @in_turn
     def append(self, branches: Sequence[Branch], ids: Sequence[list[int]], role: str = "context") -> None:
         """Feed ids to each branch as a new segment, in one ragged batch, with the base weights. All or nothing."""
         jobs = [(branch, row) for branch, row in zip(branches, ids) if row]
@@ -155,6 +158,7 @@ class Engine:
             for writer in writers:
                 writer.abort()
 
+    @in_turn
     def fork(self, prefix: Branch, prompts: Sequence[Prompt]) -> list[Branch]:
         """One branch a prompt on the prefix's pages (no copy), then c_br in one ragged batch. Equal prompts are computed once."""
         self.check_branches([prefix], "fork")
@@ -180,6 +184,7 @@ class Engine:
         self.counters["reused_tokens"] += prefix.num_cached * len(branches)
         return branches
 
+    @in_turn
     def extend(self, branches: Sequence[Branch], prompts: Sequence[Prompt]) -> list[Branch]:
         """Append the next turn (user text, messages with tool results, or ids) to each branch; only it is prefilled."""
         branches = self.check_branches(branches, "extend")
@@ -190,6 +195,7 @@ class Engine:
             branch.turn = "assistant"
         return branches
 
+    @in_turn
     def encode(self, branches: Sequence[Branch], outputs: Sequence[str | list[int]]) -> list[Branch]:
         """Give each branch its z (text or ids) instead of decoding it; every token is kept."""
         branches = self.check_branches(branches, "encode")
@@ -225,6 +231,11 @@ class Engine:
         """New tokens that may be made: each needs a position of its own below the model's limit."""
         return max(0, min(params.max_tokens, self.config.max_position_embeddings - next_position))
 
+    def least_tokens(self, params: SamplingParams, limit: int) -> int:
+        """Fewest tokens that a row of at most `limit` may come to."""
+        may_stop = params.stop or params.stop_token_ids or self.stop_ids and not params.ignore_eos
+        return 0 if may_stop else limit
+
     def decode(
         self,
         branches: Sequence[Branch],
@@ -235,52 +246,20 @@ class Engine:
         """Decode all branches as rows of one batch. The same handles come back, now with z, every kept token cached.
 
         `on_token(row, token_id, text)` sees each token as it comes; token_id is None where the row ended by a stop.
-        Greedy rows on the very same context are computed once. An exception in the callback leaves the branches as they were.
+        Greedy rows on the very same context are computed once. Rows that do not all fit the pages at their longest are decoded in
+        waves, one after the other, with the same tokens. Raises RoomError where even that does not fit. After that, as after an
+        exception in the callback or Ctrl-C, the branches are as they were.
         """
         branches = self.check_branches(branches, "decode")
-        shared = params is None or isinstance(params, SamplingParams)
-        each = params_for(params, len(branches))
-        self.ensure_logits(branches)
-        leaders: dict[object, list[int]] = {}
-        for index, (branch, row_params) in enumerate(zip(branches, each)):
-            context = tuple(map(id, branch.segments)) if row_params.greedy else index
-            leaders.setdefault((context, row_params), []).append(index)
-        groups = list(leaders.values())
-        firsts = [branches[group[0]] for group in groups]
-        limits = [self.token_limit(branch.next_position, each[group[0]]) for branch, group in zip(firsts, groups)]
-        writers = open_writers(firsts, limits, "output", f"decoding {len(firsts)} workers")
-        try:
-            for branch in branches:
-                branch.busy = True
-            rows = [
-                self.decode_row(writer, each[group[0]], limit, group[0] if shared else None, group[0])
-                for writer, group, limit in zip(writers, groups, limits)
-            ]
-            for at, token, piece in decode_rows(self.model, rows, drain=True) if rows else ():
-                for index in groups[at] if on_token is not None else ():
-                    on_token(index, token, piece)
-            for row, writer, group in zip(rows, writers, groups):
-                self._finish(row, writer, [branches[index] for index in group])
-        finally:
-            for branch in branches:
-                branch.busy = False
-            for writer in writers:
-                writer.abort()
+        shared, each = params is None or isinstance(params, SamplingParams), params_for(params, len(branches))
+        steps = work(self, branches, each, shared, watched=on_token is not None)
+        with TextStream(steps, self.turns, "decode") as tokens:  # the callback is called between turns: it may use the engine
+            for row, token, piece in tokens:
+                if on_token is not None:
+                    on_token(row, token, piece)
         return branches
 
-    def _finish(self, row: DecodeRow, writer: Writer, branches: list[Branch]) -> None:
-        segment = writer.commit(row.ids, row.stop_token)
-        segment.ended = row.ended
-        self.counters["decoded_tokens"] += len(row.ids)
-        for position, branch in enumerate(branches):
-            if position:
-                self.pool.retain(segment.pages)
-                branch.adopt(segment, row.ids)
-            branch.output_ids, branch.text, branch.finish_reason = list(row.ids), row.text, row.finish_reason
-            branch.next_logits, branch.turn = row.last_logits, "assistant"
-            branch.logprobs = None if row.logprobs is None else [dict(entry) for entry in row.logprobs]
-            branch.logits = torch.stack(row.logits) if row.logits else None
-
+    @in_turn
     def ensure_logits(self, branches: Sequence[Branch]) -> None:
         """Recompute the last token of branches that have no logits to decode from (its stored K/V stays as it is)."""
         missing = [branch for branch in branches if branch.next_logits is None]
@@ -307,8 +286,9 @@ class Engine:
         """As `generate`, piece by piece."""
         started = time.perf_counter()
         ids = self.prompts.encode(prompt, "full", raw=raw, system=system)
-        return TextStream(answer(self, self.empty_branch(), ids, params_for(params, 1)[0], self.model, started))
+        return TextStream(answer(self, self.empty_branch(), ids, params_for(params, 1)[0], self.model, started), self.turns)
 
+    @in_turn
     def score(self, prompt: Prompt, target: str | list[int], *, system: str | None = None, raw: bool = False) -> Scores:
         """Log-probabilities of `target` (text or ids) as the answer to `prompt`."""
         ids = self.prompts.encode(prompt, "full", raw=raw, system=system)
@@ -328,10 +308,12 @@ class Engine:
         ids = [self.prompts.encode(prompt, "full", raw=raw, system=system) for prompt in prompts]
         return answer_batch(self, [self.empty_branch() for _ in ids], ids, params, self.model, started, targets=targets)
 
+    @in_turn
     def save_branches(self, branches: Sequence[Branch], folder: str | Path, *, tokens: tuple[int, int] | None = None) -> Path:
         """Write branches and their shared prefix as a new folder; see `branch_files.save_branches`."""
         return save_branches(self.check_branches(branches, "save_branches"), folder, tokens=tokens)
 
+    @in_turn
     def load_branches(
         self, folder: str | Path, *, prefix: Branch | None = None, start: int | None = None, force: bool = False
     ) -> list[Branch]:
@@ -340,6 +322,7 @@ class Engine:
 
     # State
 
+    @in_turn
     def stats(self) -> dict[str, int]:
         """Counters since the start, and the pages of now (all counts; sizes in tokens)."""
         pool = self.pool
@@ -355,8 +338,15 @@ class Engine:
 
     def check(self) -> bool:
         """Recount every page (free + referenced = total, counts equal the open branches'); raises AssertionError if not."""
+        for _ in range(3):
+            try:
+                with self.turns("check"):
+                    return self.pool.check()
+            except AssertionError:
+                time.sleep(1e-3)  # another thread may be in the middle of closing a branch
         return self.pool.check()
 
+    @in_turn
     def close(self) -> None:
         """Close every branch of this engine. Refused while a stream is open or a batch is being decoded."""
         open_branches = list(self.pool.branches)

@@ -1,9 +1,18 @@
-"""What calls return."""
+"""What calls return, and whose turn it is to compute: one thread at a time, undisturbed by signals, a stream step by step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial, wraps
 
 from .errors import MinipsError
 
@@ -67,21 +76,31 @@ class Scores:
 
 
 class TextStream:
-    """Iterator of text pieces; `.result` holds the Result once it is exhausted. `close` (or leaving `with`) ends it early."""
+    """Iterator of text pieces; `.result` holds the Result once it is exhausted. `close` (or leaving `with`) ends it early.
 
-    def __init__(self, generator):
+    With `turns` each piece is computed in a turn of its own, so that other threads compute in between. A step that fails or is
+    interrupted ends the stream.
+    """
+
+    def __init__(self, generator, turns: Turns | None = None, what: str = "stream"):
         self._generator, self._result = generator, None
+        self._turn = nullcontext if turns is None else partial(turns, what)
+        self._turns = turns
 
     def __iter__(self) -> Iterator[str]:
         return self
 
     def __next__(self) -> str:
         try:
-            return next(self._generator)
+            with self._turn():
+                return next(self._generator)
         except StopIteration as stop:
             if stop.value is not None:
                 self._result = stop.value
             raise StopIteration from None
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def result(self) -> Result:
@@ -91,15 +110,171 @@ class TextStream:
 
     def finish(self) -> Result:
         """Read to the end and return the Result."""
-        for _ in self:
-            pass
+        with self:
+            for _ in self:
+                pass
         return self.result
 
     def close(self) -> None:
-        self._generator.close()
+        with nullcontext() if self._turns is None or self._turns.elsewhere else self._turn():
+            self._generator.close()
 
     def __enter__(self) -> TextStream:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __del__(self) -> None:
+        if self._generator.gi_frame is not None:
+            self.close()
+
+
+class Turns:
+    """Whose turn it is on one engine. `with turns("decode"):` waits until no other thread computes; a turn within a turn goes on.
+
+    In a turn the handlers of signals wait for its end or the next `safe_point`, so that Ctrl-C finds nothing half done. What runs out
+    of memory ends as a MinipsError. Refused in a forked process: the threads that compute did not come along, and a turn taken by
+    one of them would never end.
+    """
+
+    def __init__(self):
+        self._lock, self._process = threading.RLock(), os.getpid()
+        self._owner: int | None = None
+        self._waiting: set[int] = set()
+        self._changing = False
+        self._late: deque[Callable] = deque()
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether this is another process than the engine's, or the end of one."""
+        return os.getpid() != self._process or sys.is_finalizing()
+
+    @contextmanager
+    def __call__(self, what: str) -> Iterator[None]:
+        if os.getpid() != self._process:
+            raise MinipsError(f"{what}: the engine was made in process {self._process} and cannot be used in a fork of it; load it here")
+        thread = threading.get_ident()
+        if self._owner != thread:
+            if self._waiting:
+                time.sleep(1e-4)  # or a thread that takes turn after turn would never let them in
+            self._waiting.add(thread)
+        try:
+            with self._lock, HeldSignals():
+                self._waiting.discard(thread)
+                outer, self._owner = self._owner, thread
+                try:
+                    with memory_errors(what):
+                        yield
+                finally:
+                    self._owner = outer
+        finally:
+            self._waiting.discard(thread)
+
+    def guard(self, pool) -> None:
+        """Have the pool's books changed in turn too: a handle may be closed, or forgotten and collected, by any thread at any time."""
+        for name in ("allocate", "retain", "release"):
+            setattr(pool, name, partial(self._change, getattr(type(pool), name), weakref.ref(pool)))
+
+    def _change(self, change: Callable, place: weakref.ref, *arguments: object) -> list[int] | None:
+        pool = place()
+        if pool is None or self.elsewhere:  # nobody reads these books any more
+            return []
+        with self._lock, HeldSignals():
+            if self._changing:  # a handle collected in the middle of a change gives its pages back after it
+                self._late.append(partial(self._change, change, place, *arguments))
+                return None
+            self._changing = True
+            try:
+                return change(pool, *arguments)
+            finally:
+                self._changing = False
+                while self._late:
+                    self._late.popleft()()
+
+
+def in_turn(method: Callable) -> Callable:
+    """A method of an object that has `turns`, carried out in one turn."""
+
+    @wraps(method)
+    def call(self, *arguments: object, **named: object) -> object:
+        with self.turns(method.__name__):
+            return method(self, *arguments, **named)
+
+    return call
+
+
+class HeldSignals:
+    """A block during which the Python handlers of Ctrl-C, SIGTERM and SIGALRM wait. Only the main thread ever runs handlers."""
+
+    NUMBERS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGALRM") if hasattr(signal, name))
+
+    def __init__(self):
+        self.handlers: dict[int, Callable] = {}
+        self.waiting: list[int] = []
+        self.holding = True
+
+    def __enter__(self) -> HeldSignals:
+        if threading.current_thread() is threading.main_thread():
+            try:
+                for number in self.NUMBERS:
+                    handler = signal.getsignal(number)
+                    if callable(handler) and _held_by(handler) is None:
+                        self.handlers[number] = handler
+                        signal.signal(number, self.note)
+            except BaseException:  # by a handler that is not held yet
+                self.holding = False
+                raise
+        return self
+
+    def note(self, number: int, frame: object) -> None:
+        """Stands in for the handler."""
+        if self.holding:
+            self.waiting.append(number)
+        else:
+            self.handlers[number](number, frame)
+
+    def deliver(self) -> None:
+        """Run the handlers that wait."""
+        while self.waiting:
+            number = self.waiting.pop(0)
+            self.handlers[number](number, None)
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            for number, handler in self.handlers.items():
+                if signal.getsignal(number) == self.note:  # nobody has set another one since
+                    signal.signal(number, handler)
+        finally:
+            self.holding = False
+        self.deliver()
+
+
+def _held_by(handler: object) -> HeldSignals | None:
+    holder = getattr(handler, "__self__", None)
+    return holder if isinstance(holder, HeldSignals) and holder.holding else None
+
+
+def safe_point() -> None:
+    """Run the handlers of signals that came during this turn. Called where an exception leaves nothing half done."""
+    if threading.current_thread() is threading.main_thread():
+        for number in HeldSignals.NUMBERS:
+            if (holder := _held_by(signal.getsignal(number))) is not None:
+                holder.deliver()
+
+
+@contextmanager
+def memory_errors(what: str) -> Iterator[None]:
+    """Running out of memory, on whatever device, as one MinipsError that holds on to nothing."""
+    try:
+        yield
+        return
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        text = str(error)
+        if not isinstance(error, MemoryError) and "out of memory" not in text and "can't allocate memory" not in text:
+            raise
+        error.__traceback__ = None  # its frames hold the tensors that took the memory
+        reason = f" ({text.splitlines()[0][:200]})" if text else ""
+    raise MinipsError(
+        f"{what}: out of memory{reason}; its pages are free again: fewer or shorter branches, or a smaller max_kv_tokens, may fit"
+    )

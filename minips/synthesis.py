@@ -19,7 +19,7 @@ from .kv_cache import Branch
 from .lora import fold
 from .merge import apply_plan, plan_merge
 from .prompts import Prompt
-from .results import Result, Scores, TextStream, WorkerOutput
+from .results import Result, Scores, TextStream, WorkerOutput, in_turn
 from .sampling import params_for
 
 
@@ -72,7 +72,7 @@ class Synthesizer:
         parts: str = "both",
         force: bool = False,
     ):
-        self.engine = engine
+        self.engine, self.turns = engine, engine.turns
         if adapter is not None and not isinstance(adapter, Adapter):
             place = resolve_adapter(str(adapter))
             adapter = load_adapter(place, engine.model, lambda: engine.fingerprint, parts=parts, force=force)
@@ -94,6 +94,7 @@ class Synthesizer:
         self.model = fold(engine.model, lora) if lora is not None else engine.model
         self.valid_vocab = min(engine.valid_vocab, lora.base_rows or engine.valid_vocab) if lora is not None else engine.valid_vocab
 
+    @in_turn
     def merge(self, branches: Sequence[Branch], *, consume: bool = True, prefix: Branch | None = None) -> Context:
         """Make one context of the branches: re-rotated in place, joined by page tables, nothing prefilled.
 
@@ -109,9 +110,9 @@ class Synthesizer:
         lossy = pool.keys[0].dtype.itemsize < 4
         plan = plan_merge(branches, self.options, engine.config.max_position_embeddings, prefix, lossy=lossy)
         for index in plan.skipped:
-            warnings.warn(f"merge: branch {index} is empty (it stopped at once) and is skipped", stacklevel=2)
+            warnings.warn(f"merge: branch {index} is empty (it stopped at once) and is skipped", stacklevel=3)
         if not branches:
-            warnings.warn("merge: no branches were given; the context is the prefix alone", stacklevel=2)
+            warnings.warn("merge: no branches were given; the context is the prefix alone", stacklevel=3)
         copies = engine.counters["copied_tokens"]
         timings = {"rerotate": 0.0, "map": 0.0}
         consumed = branches if consume else []
@@ -163,13 +164,13 @@ class Synthesizer:
         self, kv_list: Sequence[Branch], prompt: Prompt, params: SamplingParams | None = None, *, consume: bool = True
     ) -> Result:
         """Merge the branches and answer `prompt` from their K/V; TTFT counts from here, merge and tokenization included."""
-        return TextStream(self._answer_and_close(kv_list, prompt, params, consume)).finish()
+        return self.stream_from_caches(kv_list, prompt, params, consume=consume).finish()
 
     def stream_from_caches(
         self, kv_list: Sequence[Branch], prompt: Prompt, params: SamplingParams | None = None, *, consume: bool = True
     ) -> TextStream:
         """As `generate_from_caches`, piece by piece; the merge starts with the first piece asked for."""
-        return TextStream(self._answer_and_close(kv_list, prompt, params, consume))
+        return TextStream(self._answer_and_close(kv_list, prompt, params, consume), self.turns)
 
     def generate(
         self,
@@ -187,13 +188,15 @@ class Synthesizer:
         if context is not None and not isinstance(context, Context):
             raise MinipsError(f"generate: context is {type(context).__name__}, expected what Synthesizer.merge returned")
         if context is not None:
-            return TextStream(self._answer(context, prompt, params, started)).finish()
+            return TextStream(self._answer(context, prompt, params, started), self.turns).finish()
         engine = self.engine
         ids = engine.prompts.encode(text, "full")
         model, valid_vocab = (self.model, self.valid_vocab) if adapted else (engine.model, engine.valid_vocab)
         params = params_for(params, 1, "generate")[0]
-        return TextStream(answer(engine, engine.empty_branch(), ids, params, model, started, None, valid_vocab)).finish()
+        rows = answer(engine, engine.empty_branch(), ids, params, model, started, None, valid_vocab)
+        return TextStream(rows, self.turns).finish()
 
+    @in_turn
     def score(self, context: Context, prompt: Prompt, target: str | list[int]) -> Scores:
         """Log-probabilities of `target` as the answer to `prompt` over a merged context, which stays open."""
         ids = self._prompt_ids(context, prompt)
@@ -213,7 +216,8 @@ class Synthesizer:
         if len(contexts) != len(prompts):
             raise MinipsError(f"generate_batch: {len(contexts)} contexts but {len(prompts)} prompts, expected one each")
         ids = [self._prompt_ids(context, prompt) for context, prompt in zip(contexts, prompts)]
-        children = [context.branch.child() for context in contexts]
+        with self.turns("generate_batch"):
+            children = [context.branch.child() for context in contexts]
         found = answer_batch(self.engine, children, ids, params, self.model, started, self.valid_vocab, targets)
         for result, context in zip(found, contexts):
             result.num_branches, result.branch_tokens = context.num_branches, list(context.branch_tokens)
@@ -294,7 +298,7 @@ class Synthesizer:
             return known[key]
 
         prefix = size(task, "prefix", system=system)
-        needed, spans, ends = pages(prefix), [], [prefix]
+        needed, spare, spans, ends = pages(prefix), 0, [], [prefix]  # spare: what the worker that needs most may need above its least
         for turns in workers:
             end, outputs = prefix, []  # outputs: (start, tokens)
             for index, (own, how) in enumerate(turns):
@@ -302,7 +306,8 @@ class Synthesizer:
                 given = None if isinstance(how, SamplingParams) else size(how, "output")
                 engine.check_positions(end + own, 1 if given is None else given, "a worker")
                 count = engine.token_limit(end + own, how) if given is None else given
-                needed += pages(own) + pages(count)
+                least = pages(count if given is not None else engine.least_tokens(how, count))
+                needed, spare = needed + pages(own) + least, max(spare, pages(count) - least)
                 outputs.append((end + own, count))
                 end += own + count
             kept = {"final": outputs[-1][1], "outputs": end - outputs[0][0], "all": end - prefix, "full": end}
@@ -313,6 +318,6 @@ class Synthesizer:
         start = anchor + (sum(spans) if options.layout == "sequential" else max(spans, default=0))
         start = start if options.rerotate else max(ends)
         engine.check_positions(start, u + 1, "the prefix, the longest worker output and the synthesizer's prompt")
-        needed += pages(u) + pages(engine.token_limit(start + u, params))
+        needed += max(spare, pages(u) + pages(engine.token_limit(start + u, params)))
         engine.pool.require(needed, f"a run of {counted(len(workers), 'worker')} and a synthesizer")
         return spans
