@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
+import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from .config import MergeOptions, ModelConfig, is_integer, read_json
@@ -25,6 +26,7 @@ from .files import write_folder, write_json
 from .lora import LoraAdapter, read_lora
 from .mapper import CacheMapper, MapperConfig
 from .model import Model
+from .weights import open_safetensors
 
 FORMAT = 1
 PARTS = ("both", "mapper_only", "lora_only", "none")
@@ -187,7 +189,8 @@ def base_name(settings: dict) -> str:
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
-        return load_file(path)
+        with open_safetensors(path) as file:
+            return {name: file.get_tensor(name) for name in file.keys()}
     except FileNotFoundError:
         raise MinipsError(f"{path}: no such file") from None
     except (SafetensorError, OSError) as error:
@@ -216,8 +219,9 @@ def released_tensors(place: Path) -> tuple[MapperConfig, dict[str, Tensor]]:
         size = path.stat().st_size
     except OSError as error:
         raise MinipsError(f"{path}: cannot be read ({error.strerror or error})") from None
-    if size > _MAX_MAPPER_BYTES:
-        raise MinipsError(f"{path}: is {size} bytes, far more than a cache mapper has")
+    if size > _MAX_MAPPER_BYTES or not path.is_file():
+        raise MinipsError(f"{path}: is {f'{size} bytes, far more than' if path.is_file() else 'no file, which'} a cache mapper has")
+    _check_archive(path, size)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about odd pickles; they fail anyway
@@ -233,6 +237,17 @@ def released_tensors(place: Path) -> tuple[MapperConfig, dict[str, Tensor]]:
     ):
         raise MinipsError(f"{path}: expected a dictionary of the tensors {', '.join(_RELEASE_KEYS)}")
     return fields, dict(tensors)
+
+
+def _check_archive(path: Path, size: int) -> None:
+    """Refuse a zip whose records are compressed or hold more than the file has: torch.load would unpack them into memory."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            records = archive.infolist()
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
+        return  # torch.load says what is wrong, or reads its older form, which is no zip
+    if any(record.compress_type != zipfile.ZIP_STORED for record in records) or sum(record.file_size for record in records) > size:
+        raise MinipsError(f"{path}: holds compressed records, expected a checkpoint as torch.save writes it")
 
 
 def save_adapter(adapter: Adapter, folder: str | Path, config: ModelConfig, *, base_fingerprint: str, base_model: str = "") -> Path:

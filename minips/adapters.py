@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -29,7 +29,7 @@ from .hub import resolve_adapter, resolve_model
 from .lora import check_lora_config, is_base_rows, split_key
 from .mapper import CacheMapper, MapperConfig
 from .model import Model
-from .weights import STORED_BYTES, fingerprint, load_weights, resolve_dtype
+from .weights import STORED_BYTES, fingerprint, load_weights, open_safetensors, resolve_dtype
 
 MISSING = ("error", "copy", "zero")
 SIDES = ("a", "b", "none")
@@ -180,7 +180,7 @@ def _tensors(side: Stored) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     lora: dict[str, Tensor] = {}
     rows: dict[str, Tensor] = {}
     try:
-        with safe_open(side.tensors, framework="pt", device="cpu") as file:
+        with open_safetensors(side.tensors) as file:
             for key in file.keys():
                 module, part = split_key(key)
                 if not module and not is_base_rows(key):
@@ -299,7 +299,7 @@ _FIELDS = {
 def _header(path: Path) -> dict[str, tuple[list[int], int]]:
     """Name -> shape and bytes of every tensor of a safetensors file; the tensors themselves are not read."""
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
+        with open_safetensors(path) as file:
             slices = {key: file.get_slice(key) for key in file.keys()}
             return {
                 key: (entry.get_shape(), math.prod(entry.get_shape()) * STORED_BYTES.get(entry.get_dtype(), 1))

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from .errors import MinipsError
+from .errors import MinipsError, brief, in_one_line
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 DEFAULT_MODEL = "smollm2-135m"  # SmolLM2-135M-Instruct, fetched on first use
@@ -15,6 +15,7 @@ _SCALING_FIELDS = ("factor", "low_freq_factor", "high_freq_factor", "long_factor
 GREEDY_EPSILON = 1e-5  # temperatures below this are greedy
 
 
+MAX_LAYERS = 4096  # names of tensors are listed before files are looked at
 MAX_TEXT = 256 << 20  # bytes, far above any file that is not made to fill the memory
 
 
@@ -103,47 +104,47 @@ class _ConfigReader:
     def fail(self, message: str) -> MinipsError:
         return MinipsError(f"{self.name}: {message}")
 
-    def integer(self, key: str, default: int | None = None) -> int:
+    def integer(self, key: str, default: int | None = None, limit: int = 2**31 - 1) -> int:
         value = self.data.get(key)
         if value is None:
             value = default
         if value is None:
             raise self.fail(f"field {key!r} is missing")
-        if not is_integer(value) or not 0 < value < 2**31:
-            raise self.fail(f"{key} is {value!r}, expected a positive integer")
+        if not is_integer(value) or not 0 < value <= limit:
+            raise self.fail(f"{key} is {brief(value)}, expected a positive integer up to {limit}")
         return value
 
     def number(self, data: dict, key: str, default: float | None = None) -> float:
         value = data.get(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e30:
-            raise self.fail(f"{key} is {value!r}, expected a positive number")
+            raise self.fail(f"{key} is {brief(value)}, expected a positive number")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.data.get(key)
         value = default if value is None else value
         if not isinstance(value, bool):
-            raise self.fail(f"{key} is {value!r}, expected true or false")
+            raise self.fail(f"{key} is {brief(value)}, expected true or false")
         return value
 
     def token_ids(self, key: str) -> tuple[int, ...]:
         value = self.data.get(key)
         ids = [] if value is None else value if isinstance(value, list) else [value]
         if not all(is_integer(i) and i >= 0 for i in ids):
-            raise self.fail(f"{key} is {value!r}, expected a token id or a list of them")
+            raise self.fail(f"{key} is {brief(value)}, expected a token id or a list of them")
         return tuple(ids)
 
     def family(self) -> str:
         found = self.data.get("architectures") or []
         if not isinstance(found, list):
-            raise self.fail(f"architectures is {found!r}, expected a list")
+            raise self.fail(f"architectures is {brief(found)}, expected a list")
         model_type = self.data.get("model_type")
         supported = ", ".join(f"{arch} ({kind})" for kind, arch in ARCHITECTURES.items())
         for kind, architecture in ARCHITECTURES.items():
             if model_type in (kind, None) and architecture in found or model_type == kind and not found:
                 return kind
-        label = ", ".join(map(str, found)) or "no architecture"
-        raise self.fail(f"found {label} with model_type {model_type!r}; supported: {supported}")
+        label = in_one_line(", ".join(map(str, found)))[:300] or "no architecture"
+        raise self.fail(f"found {label} with model_type {brief(model_type)}; supported: {supported}")
 
     def rope(self, model_type: str) -> RopeConfig:
         block = self.data.get("rope_parameters")  # the spelling of transformers 5: theta inside the block
@@ -152,14 +153,14 @@ class _ConfigReader:
             raise self.fail("rope_parameters and rope_scaling disagree, expected one of them")
         scaling = {} if scaling is None else scaling
         if not isinstance(scaling, dict):
-            raise self.fail(f"rope_scaling is {scaling!r}, expected an object or null")
+            raise self.fail(f"rope_scaling is {brief(scaling)}, expected an object or null")
         source = scaling if "rope_theta" in scaling else self.data
         theta = self.number(source, "rope_theta", 10000.0)
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         if "type" in scaling and scaling["type"] != kind:
-            raise self.fail(f"rope_scaling has type {scaling['type']!r} and rope_type {kind!r}, expected one name")
+            raise self.fail(f"rope_scaling has type {brief(scaling['type'])} and rope_type {brief(kind)}, expected one name")
         if kind not in ROPE_TYPES:
-            raise self.fail(f"rope scaling type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+            raise self.fail(f"rope scaling type {brief(kind)} is not supported; supported: {', '.join(ROPE_TYPES)}")
         if self.number(scaling, "partial_rotary_factor", 1.0) != 1.0 or self.data.get("partial_rotary_factor") not in (None, 1, 1.0):
             raise self.fail("partial_rotary_factor other than 1 is not supported")
         if kind == "default":
@@ -168,7 +169,7 @@ class _ConfigReader:
             return RopeConfig(theta=theta)
         original = scaling.get("original_max_position_embeddings")
         if not is_integer(original) or original <= 0:
-            raise self.fail(f"rope_scaling.original_max_position_embeddings is {original!r}, expected a positive integer")
+            raise self.fail(f"rope_scaling.original_max_position_embeddings is {brief(original)}, expected a positive integer")
         rope = RopeConfig(
             theta,
             kind,
@@ -185,20 +186,20 @@ class _ConfigReader:
         if self.data.get("use_sliding_window") or (
             self.data.get("sliding_window") is not None and self.data.get("use_sliding_window") is not False
         ):
-            raise self.fail(f"sliding_window {self.data.get('sliding_window')!r} is active and not supported")
+            raise self.fail(f"sliding_window {brief(self.data.get('sliding_window'))} is active and not supported")
         layer_types = self.data.get("layer_types") or []
         if not isinstance(layer_types, list):
-            raise self.fail(f"layer_types is {layer_types!r}, expected a list")
+            raise self.fail(f"layer_types is {brief(layer_types)}, expected a list")
         if any(kind != "full_attention" for kind in layer_types):
-            raise self.fail(f"layer_types {sorted(set(map(str, layer_types)))} found, only full_attention is supported")
+            raise self.fail(f"layer_types {brief(layer_types)} found, only full_attention is supported")
         if self.data.get("hidden_act", "silu") != "silu":
-            raise self.fail(f"hidden_act {self.data['hidden_act']!r} is not supported; supported: silu")
+            raise self.fail(f"hidden_act {brief(self.data['hidden_act'])} is not supported; supported: silu")
         if self.data.get("mlp_bias"):
             raise self.fail("mlp_bias true is not supported")
         if self.data.get("quantization_config"):
             raise self.fail("quantization_config found; only unquantised weights are supported")
         if self.data.get("pretraining_tp", 1) not in (None, 1):
-            raise self.fail(f"pretraining_tp {self.data['pretraining_tp']!r} is not supported; supported: 1")
+            raise self.fail(f"pretraining_tp {brief(self.data['pretraining_tp'])} is not supported; supported: 1")
 
     def model(self) -> ModelConfig:
         model_type = self.family()
@@ -215,10 +216,10 @@ class _ConfigReader:
                 raise self.fail(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads} and head_dim is not given")
             head_dim = hidden // heads
         if not is_integer(head_dim) or head_dim <= 0 or head_dim % 2:
-            raise self.fail(f"head_dim is {head_dim!r}, expected a positive even integer")
+            raise self.fail(f"head_dim is {brief(head_dim)}, expected a positive even integer")
         dtype = self.data.get("dtype") or self.data.get("torch_dtype") or "float32"
         if dtype not in ("float32", "bfloat16", "float16"):
-            raise self.fail(f"dtype is {dtype!r}, expected float32, bfloat16 or float16")
+            raise self.fail(f"dtype is {brief(dtype)}, expected float32, bfloat16 or float16")
         bos = self.token_ids("bos_token_id")
         declared_bias = self.flag("attention_bias", False)
         return ModelConfig(
@@ -226,7 +227,7 @@ class _ConfigReader:
             vocab_size=self.integer("vocab_size"),
             hidden_size=hidden,
             intermediate_size=self.integer("intermediate_size"),
-            num_hidden_layers=self.integer("num_hidden_layers"),
+            num_hidden_layers=self.integer("num_hidden_layers", limit=MAX_LAYERS),
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
@@ -299,7 +300,7 @@ def _between(value: object, low: float, high: float) -> bool:
 def _check(kind: str, obj: object, checks: tuple) -> None:
     for name, good, expected in checks:
         if not good:
-            raise MinipsError(f"{kind}: {name} is {getattr(obj, name)!r}, expected {expected}")
+            raise MinipsError(f"{kind}: {name} is {brief(getattr(obj, name))}, expected {expected}")
 
 
 PROFILES = ("minips", "official")
@@ -360,7 +361,7 @@ class MergeOptions:
         known = {field.name for field in fields(cls)}
         for key in data:
             if key not in known:
-                raise MinipsError(f"MergeOptions: unknown option {key!r}; known: {', '.join(sorted(known))}")
+                raise MinipsError(f"MergeOptions: unknown option {brief(key)}; known: {', '.join(sorted(known))}")
         return cls(**data)
 
     def changed(self, data: dict) -> MergeOptions:

@@ -69,7 +69,7 @@ class Parser(argparse.ArgumentParser):
     """Bad usage is one line and exit code 2."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"minips: error: {message}; --help lists the arguments\n")
+        self.exit(2, f"minips: error: {in_one_line(message)[:400]}; --help lists the arguments\n")
 
 
 def seed(text: str) -> int:

@@ -10,13 +10,14 @@ import json
 import re
 import warnings
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
-from .config import ModelConfig, is_integer, read_json
-from .errors import MinipsError
+from .config import ModelConfig, is_integer, read_json, read_text
+from .errors import MinipsError, brief, in_one_line
 
 # Chat markers count as special even where a tokenizer.json forgets to say so: content must never become one.
 MARKERS = (
@@ -31,7 +32,18 @@ MARKERS = (
     "<|eom_id|>",
     "<|python_tag|>",
 )
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def guarded(call: Callable, *arguments: object, failure: str = "tokenizer.json: cannot be used", **options: object) -> Any:
+    """Call the tokenizers library; a hostile file makes it raise plain Exceptions, or panic, which `except Exception` would miss."""
+    try:
+        return call(*arguments, **options)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise MinipsError(f"{failure} ({in_one_line(error)[:300]})") from None
 
 
 class Tokenizer:
@@ -62,7 +74,7 @@ class Tokenizer:
         decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else None
         kinds = [part.get("type") for part in (decoder or {}).get("decoders", [decoder or {}])]
         self._byte_level, self._byte_fallback = "ByteLevel" in kinds, "ByteFallback" in kinds
-        self._anchor = backend.encode("a", add_special_tokens=False).ids[-1:]
+        self._anchor = guarded(backend.encode, "a", add_special_tokens=False).ids[-1:]
         self._pieces: dict[int, bytes] = {}
         self.bos_token_id = self._find_bos(settings, names[0])
         own_eos = self._special_ids.get(names[1])
@@ -79,24 +91,22 @@ class Tokenizer:
         path = Path(folder) / "tokenizer.json"
         if not path.exists():
             return None
-        try:
-            backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-        except Exception as error:  # the library raises plain Exception
-            raise MinipsError(f"{path}: not readable as a tokenizer ({error})") from None
+        text = read_text(path)
+        backend = guarded(tokenizers.Tokenizer.from_str, text, failure=f"{path}: not readable as a tokenizer")
         extra = {name: read_json(Path(folder) / name) if (Path(folder) / name).exists() else {} for name in _SIDE_FILES}
         generation, settings = (extra[name] for name in _SIDE_FILES)
         eos = generation.get("eos_token_id")
         eos = [] if eos is None else eos if isinstance(eos, list) else [eos]
         if not all(is_integer(token) and token >= 0 for token in eos):
             found = generation["eos_token_id"]
-            raise MinipsError(f"{Path(folder) / _SIDE_FILES[0]}: eos_token_id is {found!r}, expected a token id or a list of them")
+            raise MinipsError(f"{Path(folder) / _SIDE_FILES[0]}: eos_token_id is {brief(found)}, expected a token id or a list of them")
         return cls(backend, config, settings, eos)
 
     def _find_bos(self, settings: dict, name: str | None) -> int | None:
         wanted = settings.get("add_bos_token")
         if wanted is False:
             return None
-        plain, dressed = (self._backend.encode("a", add_special_tokens=special).ids for special in (False, True))
+        plain, dressed = (guarded(self._backend.encode, "a", add_special_tokens=special).ids for special in (False, True))
         if len(dressed) > len(plain) and dressed[: len(plain)] != plain:
             return dressed[0]
         if wanted is True and name in self._special_ids:
@@ -121,7 +131,7 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             found = text[error.start]
             raise MinipsError(f"text has a lone surrogate {found!r} at character {error.start}, expected valid Unicode") from None
-        ids = self._backend.encode(text, add_special_tokens=False).ids
+        ids = guarded(self._backend.encode, text, add_special_tokens=False).ids
         if not ids:
             return ids
         if (highest := max(ids)) >= self.config.vocab_size:
@@ -181,8 +191,8 @@ class Tokenizer:
         if byte and int(byte[1], 16) >= 0x80:
             return bytes([int(byte[1], 16)])
         before = [] if first else self._anchor
-        text = self._backend.decode([*before, token], skip_special_tokens=False)
-        return text[len(self._backend.decode(before, skip_special_tokens=False)) :].encode("utf-8")
+        both, alone = (guarded(self._backend.decode, ids, skip_special_tokens=False) for ids in ([*before, token], before))
+        return both[len(alone) :].encode("utf-8")
 
 
 _SIDE_FILES = ("generation_config.json", "tokenizer_config.json")
@@ -191,7 +201,7 @@ _SIDE_FILES = ("generation_config.json", "tokenizer_config.json")
 def _token_text(value: object) -> str | None:
     """A token in tokenizer_config.json: a string, or an object with its content."""
     value = value.get("content") if isinstance(value, dict) else value
-    return value if isinstance(value, str) else None
+    return value if isinstance(value, str) and not _SURROGATE.search(value) else None  # half a pair: no token is written so
 
 
 def _byte_alphabet() -> dict[str, int]:
