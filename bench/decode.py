@@ -19,7 +19,6 @@ from measure import (
     alternate,
     fit,
     grid,
-    kv_bytes_per_token,
     machine_line,
     ms,
     numbers,
@@ -102,7 +101,7 @@ def decode_case(subject: Subject, args: argparse.Namespace, m: int, ids: Ids) ->
     calls = {"minips": ours, **({"transformers": theirs} if subject.rival is not None else {})}
     found = alternate(calls, args.repeats, args.budget)
     seen = args.context + args.tokens / 2
-    read = weight_bytes(subject.config, args.quantize) + m * seen * kv_bytes_per_token(subject.config)
+    read = weight_bytes(subject.config, args.quantize, subject.engine.dtype.itemsize) + m * seen * subject.engine.kv_bytes_per_token
     case = {"m": m, "context": args.context, "shared": args.shared, "tokens": args.tokens, "step_bytes": read, "methods": found}
     if subject.rival is not None:
         pairs = [(outputs["minips"][turn], outputs["transformers"][turn]) for turn in outputs["transformers"]]
@@ -150,7 +149,7 @@ def growth(subject: Subject, args: argparse.Namespace, ids: Ids) -> dict:
     """Step time over pool size and page size (the same attended bytes), and over the context (with a fit)."""
     base, tokens, context = subject.engine, args.tokens, args.context
     needed = GROWTH_ROWS * (max(context, *CONTEXTS) + tokens + 2 * max(PAGE_SIZES))
-    per_token, free = kv_bytes_per_token(base.config), free_memory()
+    per_token, free = base.kv_bytes_per_token, free_memory()
 
     def engine_with(page_size: int, pool: int) -> Engine:
         settings = replace(base.settings, page_size=page_size, max_kv_tokens=pool)

@@ -20,7 +20,7 @@ from models import Subject, add_model_arguments, open_subject
 from minips import Engine, MinipsError, SamplingParams
 
 README = Path(__file__).parent.parent / "README.md"
-ROWS, WARM_CONTEXT, GREEDY_TOKENS = 4, 16, 64
+ROWS, WARM_CONTEXT, GREEDY_TOKENS = 8, 16, 64
 KL_MARK, TOP1_MARK = 0.02, 0.95
 
 

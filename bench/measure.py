@@ -98,9 +98,9 @@ def prefill_flops(config: ModelConfig, tokens: int, past: int = 0) -> float:
     return 2 * layer_parameters(config) * tokens + attention + 2 * config.vocab_size * config.hidden_size
 
 
-def kv_bytes_per_token(config: ModelConfig, itemsize: int = 2) -> int:
-    """2 (K and V) x layers x KV heads x head_dim x bytes."""
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize
+def kv_bytes_per_token(config: ModelConfig, itemsize: int = 2, scale_bytes: int = 0) -> int:
+    """2 (K and V) x layers x KV heads x (head_dim x bytes + the bytes of its scale, where K/V are stored as codes)."""
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * (config.head_dim * itemsize + scale_bytes)
 
 
 def weight_bytes(config: ModelConfig, quantize: str | None = None, itemsize: int = 2) -> float:
@@ -230,7 +230,8 @@ def run_bench(
         if args.threads is not None:
             torch.set_num_threads(args.threads)
         plain = {key: value for key, value in vars(args).items() if key not in ("json", "plot", "quick")}
-        data = {"bench": name, "machine": machine(args.quick), "arguments": plain, **run(args)}
+        command = list(sys.argv[1:] if argv is None else argv)
+        data = {"bench": name, "command": command, "arguments": plain, **run(args), "machine": machine(args.quick)}
         print(report(data), flush=True)
         if args.json is not None:
             write_whole(args.json, json.dumps(data, indent=1, default=str) + "\n")

@@ -30,9 +30,10 @@ from models import (
 )
 
 from minips import MinipsError
+from minips.kv_storage import parts
 from minips.mapper import KINDS
 
-FORMULA = "2 (K and V) x layers x KV heads x head_dim x bytes"
+FORMULA = "2 (K and V) x layers x KV heads x (head_dim x bytes + scale)"
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
@@ -96,17 +97,18 @@ def measure_case(subject: Subject, kind: str, m: int, length: int, saved: Path) 
 def bytes_per_token(subject: Subject) -> dict:
     """By formula, by the pool's tensors, and by the formula that forgets the number of KV heads."""
     pool, config = subject.engine.pool, subject.config
-    itemsize = pool.keys[0].element_size()
-    slots = pool.num_pages * pool.page_size
+    codes, *scales = parts(pool.keys[0])
+    sizes = {"itemsize": codes.element_size(), "scale_bytes": sum(scale.element_size() for scale in scales)}
+    held = sum(tensor.nbytes for store in (*pool.keys, *pool.values) for tensor in parts(store))
     return {
-        "formula": kv_bytes_per_token(config, itemsize),
-        "allocated": sum(tensor.nbytes for tensor in (*pool.keys, *pool.values)) / slots,
-        "without_heads": kv_bytes_per_token(config, itemsize) // config.num_key_value_heads,
+        "formula": kv_bytes_per_token(config, **sizes),
+        "allocated": held / (pool.num_pages * pool.page_size),
+        "without_heads": kv_bytes_per_token(config, **sizes) // config.num_key_value_heads,
         "layers": config.num_hidden_layers,
         "kv_heads": config.num_key_value_heads,
         "head_dim": config.head_dim,
-        "itemsize": itemsize,
         "page_size": pool.page_size,
+        **sizes,
     }
 
 
@@ -143,7 +145,8 @@ def report(data: dict) -> str:
         ]
         for case in data["cases"]
     ]
-    factors = " x ".join(str(token[name]) for name in ("layers", "kv_heads", "head_dim", "itemsize"))
+    scale = f" + {token['scale_bytes']}" if token["scale_bytes"] else ""
+    factors = f"{token['layers']} x {token['kv_heads']} x ({token['head_dim']} x {token['itemsize']}{scale})"
     sizes = (
         f"K/V of a token: {token['formula']} bytes = {FORMULA} = 2 x {factors}; the pool holds {token['allocated']:.0f} a slot, "
         f"{token['page_size']} slots a page. Without the number of KV heads it would be {token['without_heads']}.\n"

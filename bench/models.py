@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import math
 import random
@@ -171,7 +172,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=DEFAULT_MODEL, help="name, folder or hub id (default: %(default)s)")
     parser.add_argument("--random", choices=SHAPES, help="random weights of this size instead, made here and thrown away")
     parser.add_argument("--max-positions", type=int, metavar="N", help="position limit of the random model (default: its family's own)")
-    parser.add_argument("--dtype", default="bfloat16", help="of weights and KV cache, of both rivals (default: %(default)s)")
+    parser.add_argument("--dtype", default="bfloat16", help="of the weights, of both rivals (default: %(default)s)")
+    parser.add_argument("--kv-dtype", default="auto", help="of our KV cache (default: as the weights)")
     parser.add_argument("--quantize", choices=("int8", "int4"), help="of our weights; the rival stays as it is")
     parser.add_argument("--compile", action="store_true", help="our layers compiled; the rival stays eager")
     parser.add_argument("--no-rival", action="store_true", help="leave transformers out")
@@ -183,16 +185,18 @@ def open_subject(args: argparse.Namespace, kv_tokens: int) -> Iterator[Subject]:
     with tempfile.TemporaryDirectory(prefix="minips-bench-") as place:
         if args.random is None and args.max_positions is not None:
             raise MinipsError("--max-positions is for --random; a real model's limit is its own")
-        folder, name = (resolve_model(args.model, progress=True), args.model) if args.random is None else _random_folder(args, Path(place))
+        folder, title = (resolve_model(args.model, progress=True), args.model) if args.random is None else _random_folder(args, Path(place))
         own = {key: value for key, value in (("quantize", args.quantize), ("compile", args.compile)) if value}
+        for name in own.keys() - inspect.signature(Engine.from_pretrained).parameters:
+            raise MinipsError(f"--{name}: this version's engine has no such setting")
         started = time.perf_counter()
-        engine = Engine.from_pretrained(folder, dtype=args.dtype, max_kv_tokens=kv_tokens, **own)
-        subject = Subject(name, engine, time.perf_counter() - started)
+        engine = Engine.from_pretrained(folder, dtype=args.dtype, kv_dtype=args.kv_dtype, max_kv_tokens=kv_tokens, **own)
+        subject = Subject(title, engine, time.perf_counter() - started)
         if not args.no_rival:
             started = time.perf_counter()
             subject.rival = Rival(folder, engine.dtype)
             subject.rival_load = time.perf_counter() - started
-        say(f"{name}: loaded in {subject.load:.1f} s" + (f", transformers in {subject.rival_load:.1f} s" if subject.rival else ""))
+        say(f"{title}: loaded in {subject.load:.1f} s" + (f", transformers in {subject.rival_load:.1f} s" if subject.rival else ""))
         try:
             yield subject
         finally:
@@ -242,7 +246,7 @@ def write_random_model(folder: Path, data: dict, config: ModelConfig) -> None:
             size = 0
         shards[-1].append((name, shape))
         size += 2 * math.prod(shape)
-    weight_map = {}
+    weight_map, total = {}, 0
     for number, part in enumerate(shards, 1):
         tensors = {}
         for name, shape in part:
@@ -251,4 +255,5 @@ def write_random_model(folder: Path, data: dict, config: ModelConfig) -> None:
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         save_file(tensors, folder / file, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(tensors, file))
-    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))

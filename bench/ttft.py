@@ -1,7 +1,7 @@
 """Time to first token: reading the workers' text again against reading their caches, beside the limit that the FLOP count sets.
 
     python bench/ttft.py [--random 135m --max-positions 20480] [--workers 4] [--lengths 512,1024,2048,4096] [--prompt-tokens 128]
-                         [--methods parallel,text,official,transformers] [--mapper low_rank] [--fit] [--json FILE] [--plot FILE.png]
+                         [--methods parallel,text,official,transformers] [--mappers low_rank,affine] [--fit] [--json FILE] [--plot FILE.png]
 
 parallel: `generate_from_caches` consumes the branches: re-rotate, map, merge, prefill u, first token. official: the same with the kept
 tokens and positions of the authors' release and an affine mapper. text: prefix, all branch tokens and u as one prompt. transformers: its
@@ -20,7 +20,6 @@ from measure import (
     alternate,
     fit,
     grid,
-    kv_bytes_per_token,
     machine_line,
     ms,
     numbers,
@@ -41,8 +40,7 @@ from models import (
     synthesizer_of,
 )
 
-from minips import MinipsError, SamplingParams, Synthesizer
-from minips.config import ModelConfig
+from minips import Engine, MinipsError, SamplingParams, Synthesizer
 from minips.mapper import KINDS
 
 METHODS = ("parallel", "text", "official", "transformers")
@@ -55,36 +53,39 @@ POINTS = (
 )
 
 
-def counts(config: ModelConfig, m: int, length: int, u: int, quantize: str | None = None) -> dict:
+def counts(engine: Engine, m: int, length: int, u: int, quantize: str | None = None) -> dict:
     """FLOP of both routes, their ratio (the limit of the speed-up), and the bytes that the parallel one must read."""
-    past = PREFIX + m * length
+    config, past = engine.config, PREFIX + m * length
     text, parallel = prefill_flops(config, past + u), prefill_flops(config, u, past)
     return {
         "limit": text / parallel,
         "text_flop": text,
         "parallel_flop": parallel,
-        "parallel_bytes": weight_bytes(config, quantize) + kv_bytes_per_token(config) * (past + u),
+        "parallel_bytes": weight_bytes(config, quantize, engine.dtype.itemsize) + engine.kv_bytes_per_token * (past + u),
     }
 
 
-def measure_case(subject: Subject, args: argparse.Namespace, m: int, length: int, u: int, saved: Path, ids: Ids) -> dict:
-    """One shape: every method that fits, in turns."""
+def measure_case(
+    subject: Subject, synthesizers: dict[tuple[str, str], Synthesizer], args: argparse.Namespace, shape: tuple, saved: Path, ids: Ids
+) -> dict:
+    """One shape (m, tokens a branch, |u|): every method that fits, in turns. synthesizers: by mapper kind and profile."""
+    m, length, u = shape
     engine, config = subject.engine, subject.config
-    case = {"m": m, "length": length, "u": u, "prefix": PREFIX, **counts(config, m, length, u, args.quantize), "left_out": {}}
+    case = {"m": m, "length": length, "u": u, "prefix": PREFIX, **counts(engine, m, length, u, args.quantize), "left_out": {}}
     size = PREFIX + m * length + u
-    synthesizers = {"parallel": synthesizer_of(subject, args.mapper, "minips"), "official": synthesizer_of(subject, "affine", "official")}
+    first, *others = args.mappers
 
-    def merged(synthesizer: Synthesizer) -> dict[str, float]:
+    def merged(kind: str, profile: str) -> dict[str, float]:
         branches = engine.load_branches(saved)
         try:
-            return parts_of(synthesizer.generate_from_caches(branches, ids(u), ONE))
+            return parts_of(synthesizers[kind, profile].generate_from_caches(branches, ids(u), ONE))
         finally:
             for branch in branches:
                 branch.close()
 
     every = {
-        "parallel": lambda turn: merged(synthesizers["parallel"]),
-        "official": lambda turn: merged(synthesizers["official"]),
+        "parallel": lambda turn: merged(first, "minips"),
+        "official": lambda turn: merged("affine", "official"),
         "text": lambda turn: parts_of(engine.generate(ids(size), ONE)),
         "transformers": lambda turn: {"ttft": subject.rival.first_token(ids(size))},
     }
@@ -97,6 +98,8 @@ def measure_case(subject: Subject, args: argparse.Namespace, m: int, length: int
             case["left_out"][method] = f"{size + 1} positions, the model's limit is {config.max_position_embeddings}"
         elif method != "transformers" or subject.rival is not None:
             calls[method] = every[method]
+    if "parallel" in calls:
+        calls |= {f"parallel, {kind}": lambda turn, kind=kind: merged(kind, "minips") for kind in others}
     case["methods"] = alternate(calls, args.repeats, args.budget)
     said = ", ".join(f"{name} {ms(warm(found, 'ttft')['median'])} ms" for name, found in case["methods"].items())
     say(f"m = {m}, {length} tokens a branch, |u| = {u}: {said}" + "".join(f"; no {k}: {v}" for k, v in case["left_out"].items()))
@@ -119,18 +122,23 @@ def run(args: argparse.Namespace) -> dict:
     unknown = [name for name in args.methods if name not in METHODS]
     if unknown or not args.methods:
         raise MinipsError(f"--methods is {','.join(args.methods)!r}, expected some of {','.join(METHODS)}")
+    strange = [kind for kind in args.mappers if kind not in KINDS]
+    if strange:
+        raise MinipsError(f"--mappers has {', '.join(strange)}, expected some of {', '.join(KINDS)}")
     if args.plot is not None and args.plot.suffix != ".png":
         raise MinipsError(f"--plot is {args.plot}, expected a name that ends in .png")
     if "transformers" not in args.methods:
         args.no_rival = True
     with open_subject(args, pool_tokens(args)) as subject, tempfile.TemporaryDirectory(prefix="minips-bench-") as place:
         ids, cases = Ids(subject.config.vocab_size), []
+        kinds = [*((kind, "minips") for kind in args.mappers), ("affine", "official")]
+        synthesizers = {(kind, profile): synthesizer_of(subject, kind, profile) for kind, profile in kinds}
         for m in args.workers:
             for length in args.lengths:
                 saved = Path(place) / f"{m}-{length}"
                 try:
                     save_workers(subject, ids, m, length, saved)
-                    cases += [measure_case(subject, args, m, length, u, saved, ids) for u in args.prompt_tokens]
+                    cases += [measure_case(subject, synthesizers, args, (m, length, u), saved, ids) for u in args.prompt_tokens]
                 except MinipsError as error:  # does not fit the positions or the pages
                     say(f"m = {m}, {length} tokens a branch: left out ({error})")
         if not cases:
@@ -215,16 +223,15 @@ def time_rows(case: dict) -> list[list[str]]:
 def report(data: dict) -> str:
     """The tables as Markdown, ratios first."""
     model, cases = data["model"], data["cases"]
-    mapper = data["arguments"]["mapper"]
     head = ["m", "tokens", "u", "text / parallel", "limit", "of it", "text / official", "pass", "transformers / text"]
     head += ["text GFLOP/s", "parallel GFLOP/s", "parallel GB/s"]
     loads = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in model["load_s"].items())
     first = ", ".join(f"{name} {ms(found['cold']['ttft'])} ms" for name, found in cases[0]["methods"].items())
     lines = [
-        f"{model['name']}, {model['dtype']}, mapper {mapper}. {machine_line(data['machine'])}.",
+        f"{model['name']}, {model['dtype']}, mapper of parallel: {data['arguments']['mappers'][0]}. {machine_line(data['machine'])}.",
         f"Loaded: {loads}. The very first calls of the process: {first}.\n",
     ]
-    if any("parallel" in case["methods"] for case in cases):
+    if any("text" in case["methods"] for case in cases):
         lines += [
             "TTFT ratios of medians; limit: the ratio of the two prefills' FLOP, attention counted; pass: re-rotate + map in TTFT(parallel).\n",
             grid(head, [ratio_row(case) for case in cases]),
@@ -233,13 +240,15 @@ def report(data: dict) -> str:
         ["m", "tokens", "u", "method", "median, ms", "p95", "n", "first call", *PARTS, "other"],
         [row for case in cases for row in time_rows(case)],
     )
-    lines += [f"{POINTS}\n", times]
+    lines.append(times)
     for case in cases:
         lines += [f"m = {case['m']}, {case['length']} tokens, no {name}: {why}" for name, why in case["left_out"].items()]
     for name, found in data.get("fits", {}).items():
         what = {"ttft": "TTFT(parallel)", "pass": "re-rotate + map"}[name]
-        terms = " + ".join(f"{value * 1e6:.4g} us x {column}" for column, value in found["coefficients"].items()).replace(" x 1 ", " ")
-        lines.append(f"{what} = {terms} (R2 {found['r2']:.3f}, largest error {found['worst']:.0%}, {found['n']} shapes)\n")
+        start, *slopes = found["coefficients"].items()
+        terms = "".join(f" + {value * 1e6:.4g} us x {column}" for column, value in slopes)
+        errors = f"R2 {found['r2']:.3f}, largest error {found['worst']:.0%}, {found['n']} shapes"
+        lines.append(f"{what} = {start[1] * 1000:.4g} ms{terms} ({errors})\n")
     return "\n".join(lines)
 
 
@@ -250,7 +259,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--lengths", type=numbers, default=[512, 1024], metavar="N,...", help="tokens a branch (default: 512,1024)")
     parser.add_argument("--prompt-tokens", type=numbers, default=[128], metavar="N,...", help="|u| (default: 128)")
     parser.add_argument("--methods", type=lambda text: text.split(","), default=list(METHODS), help=f"default: {','.join(METHODS)}")
-    parser.add_argument("--mapper", choices=KINDS, default="none", help="of parallel, with made-up coefficients (default: none)")
+    mappers = "of parallel, with made-up coefficients; each further kind is a method of its own (default: low_rank)"
+    parser.add_argument("--mappers", type=lambda text: text.split(","), default=["low_rank"], metavar="KIND,...", help=mappers)
     parser.add_argument("--max-tflop", type=float, default=20, metavar="N", help="longer text prompts are left out (default: %(default)s)")
     parser.add_argument("--fit", action="store_true", help="fit the growth of the parallel TTFT over all shapes")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="bars: published, ours and the limit (needs matplotlib)")
@@ -258,7 +268,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return run_bench("ttft", build_parser(), run, report, argv)
+    return run_bench("ttft", build_parser(), run, lambda data: f"{POINTS}\n\n{report(data)}", argv)
 
 
 if __name__ == "__main__":
