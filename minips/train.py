@@ -84,7 +84,7 @@ def train(
     if recipe.average is None:
         return adapters[-1]
     if not (folder / "adapter").exists():
-        merge_adapters(adapters[-1], adapters[0], recipe.average, folder / "adapter")
+        merge_adapters(adapters[-1], adapters[0], folder / "adapter", weight=recipe.average, mapper="a")
     return folder / "adapter"
 
 

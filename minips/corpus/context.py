@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ..chat import default_prompt
 from ..evaluation.data import Row, Source, read, row_random
 from ..training.encoding import Example
 from .entry import DataSet, cut
@@ -45,7 +46,6 @@ BFCL = Source(
     "Apache-2.0",
 )
 LONGEST = 1500  # characters of one message of a branch, and of a target; a longer target leaves the row out
-EARLIER = "Earlier parts of the conversation stand above. Answer the last message."
 
 
 def turns_of(row: Row) -> list[tuple[str, str]]:
@@ -83,6 +83,15 @@ def dialogue(row: Row, branches: int, rng: random.Random) -> Example | None:
     at = rng.choice(places)
     earlier = rounds_of(turns[: at - 1])[-2 * branches :]
     return Example(row.id, "The conversation so far, in parts.", cut(earlier, branches, "\n"), turns[at - 1][1][:LONGEST], turns[at][1])
+
+
+def question(row: Row, branches: int, rng: random.Random) -> Example | None:
+    """The opening question, for live workers, in the words of `minips.generate`; the target is the assistant's reply."""
+    turns = [turn for turn in turns_of(row) if turn[0] != "system"]
+    if len(turns) < 2 or turns[0][0] != "user" or turns[1][0] != "assistant" or max(len(turns[0][1]), len(turns[1][1])) > LONGEST:
+        return None
+    asked = turns[0][1]
+    return Example(row.id, asked, (), default_prompt(asked), turns[1][1], workers=("",) * branches)
 
 
 def tool_results(row: Row, branches: int, rng: random.Random) -> Example | None:
@@ -159,6 +168,7 @@ DATA_SETS = [
             ("lmsys_chat", LMSYS),
         )
     ),
+    DataSet("oasst_questions", 3, of_rows(OASST, "oasst_questions", question), str(OASST)),
     DataSet("flan", 1, few_shot(FLAN, "flan", "task"), str(FLAN)),
     DataSet("p3", 1, few_shot(P3, "p3", "template"), str(P3)),
     DataSet("glaive", 2, of_rows(GLAIVE, "glaive", tool_results), str(GLAIVE)),

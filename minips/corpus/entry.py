@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from ..training.encoding import Example
@@ -35,4 +36,4 @@ def cut(items: Sequence[str], count: int, joint: str = "\n\n") -> tuple[str, ...
     """Items in their order, cut into at most `count` runs of nearly equal number."""
     count = min(count, len(items))
     edges = [len(items) * part // count for part in range(count + 1)]
-    return tuple(joint.join(items[first:last]) for first, last in zip(edges, edges[1:]))
+    return tuple(joint.join(items[first:last]) for first, last in pairwise(edges))

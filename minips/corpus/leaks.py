@@ -51,7 +51,9 @@ class EvaluationQuestions:
 
     def leak(self, example: Example) -> bool:
         """Whether one of the questions stands in any of the example's texts."""
-        return any(self.stand_in(text) for text in (example.prompt, example.prefix, example.target, *example.branches))
+        return any(
+            self.stand_in(text) for text in (example.prompt, example.prefix, example.target, *example.branches) if isinstance(text, str)
+        )
 
 
 def _words(text: str) -> tuple[str, ...]:

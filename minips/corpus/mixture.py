@@ -84,7 +84,7 @@ def _build(entry: dict, folder: Path | None, seed: int, base: Path) -> Iterator[
 
 
 def read_examples(path: Path) -> Iterator[Example]:
-    """Examples of a JSONL file, one object a line: id, prefix, branches (texts), prompt, target."""
+    """Examples of a JSONL file, one object a line: id, prefix, branches, prompt, target; branches and target are texts or lists of token ids."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -94,12 +94,16 @@ def read_examples(path: Path) -> Iterator[Example]:
             row = json.loads(line)
         except (ValueError, RecursionError):
             row = None
-        texts = [row.get(name) for name in ("id", "prefix", "prompt", "target")] if isinstance(row, dict) else [None]
-        branches = row.get("branches") if isinstance(row, dict) else None
-        if not all(isinstance(text, str) for text in texts) or not (
-            isinstance(branches, list) and all(isinstance(b, str) for b in branches)
-        ):
-            raise MinipsError(
-                f"{path}, line {number}: expected an object with the texts id, prefix, prompt and target, and branches, a list of texts"
-            )
-        yield Example(row["id"], row["prefix"], tuple(branches), row["prompt"], row["target"])
+        if isinstance(row, dict) and row.get("target", "") is None:
+            continue  # a distilled row without an answer
+        if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in ("id", "prefix", "prompt")):
+            raise MinipsError(f"{path}, line {number}: expected an object with the texts id, prefix and prompt")
+        branches = row.get("branches")
+        if not (isinstance(branches, list) and all(map(_is_words, [*branches, row.get("target")]))):
+            raise MinipsError(f"{path}, line {number}: expected target, and branches, a list; each text or a list of token ids")
+        words = [text if isinstance(text, str) else tuple(text) for text in (*branches, row["target"])]
+        yield Example(row["id"], row["prefix"], tuple(words[:-1]), row["prompt"], words[-1])
+
+
+def _is_words(value: object) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(is_integer(item) and item >= 0 for item in value))

@@ -17,20 +17,21 @@ from .config import TrainConfig
 from .loss import Item, check_room
 
 TEMPERATURE = 0.8  # of live workers
+Words = str | tuple[int, ...]  # text, or token ids of the run's model
 
 
 @dataclass(frozen=True)
 class Example:
     """One row: text of the shared prefix (user turn left open), given branches, the synthesizer's prompt, and the target answer.
 
-    workers: instead of given branches, what each live worker is told besides the prefix; they decode when the row's turn comes.
+    What a model has written is kept as its token ids: text that is tokenized again can give others. workers: instead of given branches, what each live worker is told besides the prefix; they decode when the row's turn comes.
     """
 
     id: str
     prefix: str
-    branches: tuple[str, ...]
+    branches: tuple[Words, ...]
     prompt: str
-    target: str
+    target: Words
     workers: tuple[str, ...] = ()
 
 
@@ -48,7 +49,7 @@ def encode(engine: Engine, examples: Sequence[Example], config: TrainConfig, ste
         given = [(row, example.branches) for row, example in zip(rows, examples) if not example.workers]
         live = list(chain.from_iterable(row for row, example in zip(rows, examples) if example.workers))
         if config.method == "parallel":
-            engine.encode(list(chain.from_iterable(row for row, _ in given)), list(chain.from_iterable(texts for _, texts in given)))
+            engine.encode(list(chain.from_iterable(row for row, _ in given)), [ids_of(text) for _, texts in given for text in texts])
         if live:
             names = [f"{example.id} {at}" for row, example in zip(rows, examples) if example.workers for at in range(len(row))]
             seeds = [random.Random(f"{config.seed} {step} {name}").getrandbits(63) for name in names]
@@ -56,13 +57,13 @@ def encode(engine: Engine, examples: Sequence[Example], config: TrainConfig, ste
             engine.decode(live, [replace(params, seed=seed) for seed in seeds])
         end = require_format(engine.chat).turn_end  # learnt too, or answers would not stop
         for example, branches in zip(examples, rows):
-            target = [*engine.prompts.output(example.target), end]
+            target = [*engine.prompts.output(ids_of(example.target)), end]
             if config.method == "parallel":
                 read = [branch for branch in branches if branch.output_ids]
                 item = Item(read, engine.prompts.encode(example.prompt, "continuation"), target)
             else:
-                texts = [branch.text for branch in branches] if example.workers else example.branches
-                item = Item((), engine.prompts.encode(as_text(replace(example, branches=tuple(texts)), config.method), "full"), target)
+                texts = [branch.text for branch in branches] if example.workers else [text_of(engine, text) for text in example.branches]
+                item = Item((), engine.prompts.encode(as_text(example, texts, config.method), "full"), target)
             try:
                 check_room(engine, item, config.merge_options(), config.most_tokens)
                 items.append(item)
@@ -110,9 +111,18 @@ def _fork(engine: Engine, examples: Sequence[Example], opened: list[Branch]) -> 
     return rows
 
 
-def as_text(example: Example, method: str) -> Prompt:
-    """The row as one prompt, as the evaluation's methods of the same names write it."""
+def ids_of(words: Words) -> str | list[int]:
+    """As the engine takes it."""
+    return words if isinstance(words, str) else list(words)
+
+
+def text_of(engine: Engine, words: Words) -> str:
+    return words if isinstance(words, str) else engine.tokenizer.decode(list(words))
+
+
+def as_text(example: Example, texts: Sequence[str], method: str) -> Prompt:
+    """The row with these branches as one prompt, as the evaluation's methods of the same names write it."""
     if method == "text":
-        return text_prompt(example.prefix, example.branches, example.prompt)
-    turns = (("user", example.prefix), ("assistant", "\n\n".join(example.branches)), ("user", example.prompt))
+        return text_prompt(example.prefix, texts, example.prompt)
+    turns = (("user", example.prefix), ("assistant", "\n\n".join(texts)), ("user", example.prompt))
     return [{"role": role, "content": content} for role, content in turns]
