@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .kv_storage import Store, read, write
+from .kv_storage import Store, mixed_as, read, read_mixed, write
 
 
 @dataclass(frozen=True)
@@ -65,18 +65,19 @@ class GatherAttention:
         """q [T, heads, head_dim]; k, v [T, kv_heads, head_dim], rotated already -> [T, heads, head_dim]."""
         write(self.keys[layer], self.write_slots, k)
         write(self.values[layer], self.write_slots, v)
+        dtype, q = q.dtype, mixed_as(self.keys[layer], q)  # mixed ones stay in fp32: rounding them to bf16 costs as much as 8 bits do
         outputs, start = [], 0
         for row, mask in zip(self.rows, self.masks):
             length, first = row.past + row.count, row.first_slot
             slots = row.slots[:length] if first is None else slice(first, first + length)
-            dtype = q.dtype if row.reweight is None else torch.float32
-            keys, values = read(self.keys[layer], slots, dtype), read(self.values[layer], slots, dtype)
-            outputs.append(self._attend(q[start : start + row.count], keys, values, row, mask))
+            wide = q.dtype if row.reweight is None else torch.float32
+            keys, values = read_mixed(self.keys[layer], slots, wide), read(self.values[layer], slots, wide)
+            outputs.append(self._attend(q[start : start + row.count], keys, values, row, mask).to(dtype))
             start += row.count
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, row: AttentionRow, mask: Tensor | None) -> Tensor:
-        """keys, values: those of the row, [past + count, kv_heads, head_dim]."""
+        """keys, values: those of the row, [past + count, kv_heads, head_dim]; q and keys mixed alike."""
         if row.reweight is not None:
             return _reweighted(q, keys, values, row.reweight, mask)
         keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]

@@ -1,8 +1,9 @@
 """Branches as files: workers can run in one process, on one machine, and be synthesized in another.
 
 A folder holds `branches.json` and safetensors files: the shared prefix once, and each branch's own tokens in a file of its own.
-Tensors `keys.L` and `values.L` [tokens, kv_heads, head_dim] of layer L, as they stand in the cache (keys rotated to `start`); all else
-(ids, segments, state, fingerprint of the weights) is JSON in the file's header. Nothing is ever unpickled.
+Tensors `keys.L` and `values.L` [tokens, kv_heads, head_dim] of layer L, as they stand in the cache (keys rotated to `start`), with their
+scales `keys.L.scale` [tokens, kv_heads, 1] from an 8-bit cache (whose keys' channels are mixed, `kv_storage.Quantized`); all else (ids,
+segments, state, fingerprint of the weights) is JSON in the file's header. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -23,7 +24,9 @@ from .config import is_integer, read_json
 from .errors import MinipsError, brief
 from .files import write_folder, write_json
 from .kv_cache import Branch, KVPool, Segment, shared_prefix
+from .kv_storage import FP8, LARGEST, Quantized, Store, dequantise, mix, read_parts, write, write_parts
 from .rope import apply_rope
+from .weights import open_safetensors
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -32,7 +35,8 @@ FORMAT = "minips-branches"
 VERSION = 1
 INDEX = "branches.json"
 _FILE_NAME = re.compile(r"[a-z0-9-]{1,64}\.safetensors")
-_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_EIGHT_BITS = {"I8": torch.int8, "F8_E4M3": FP8}
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, **_EIGHT_BITS}
 _ROLES, _ENDS, _TURNS = (
     ("context", "output"),
     (None, "stop", "length", "stop_string", "given"),
@@ -176,8 +180,10 @@ def _write(path: Path, pool: KVPool, segments: Sequence[Segment | tuple[Segment,
     index = torch.cat(slots) if slots else torch.empty(0, dtype=torch.int64, device=pool.device)
     tensors = {}
     for kind, layers in (("keys", pool.keys), ("values", pool.values)):
-        for layer, tensor in enumerate(layers):
-            tensors[f"{kind}.{layer}"] = tensor.flatten(0, 1).index_select(0, index).cpu().contiguous()
+        for layer, store in enumerate(layers):
+            codes, *scales = read_parts(store, index)
+            tensors[f"{kind}.{layer}"] = codes.view(store.dtype).cpu().contiguous()
+            tensors |= {f"{kind}.{layer}.scale": part.cpu().contiguous() for part in scales}
     save_file(tensors, path, metadata={"format": FORMAT, "version": str(VERSION), "data": json.dumps({**data, "segments": described})})
 
 
@@ -207,7 +213,7 @@ class _Content:
         """whole: a branch with its state, not only a prefix."""
         self.path, self.engine = path, engine
         try:
-            self.file = safe_open(path, framework="pt")
+            self.file = open_safetensors(path)
             self.data: dict[str, Any] = json.loads((self.file.metadata() or {}).get("data", "null"))
         except FileNotFoundError:
             raise MinipsError(f"{path}: no such file, but {INDEX} names it") from None
@@ -270,14 +276,14 @@ class _Content:
                 raise self.fail(name, f"{value}, as the model has")
         wanted = [self.stored, shape["kv_heads"], shape["head_dim"]]
         names = {f"{kind}.{layer}" for kind in ("keys", "values") for layer in range(shape["layers"])}
-        found = set(self.file.keys())
-        if found != names:
-            raise MinipsError(f"{self.path}: tensors {brief(sorted(found ^ names))} are missing or too many")
-        for name in sorted(names):
-            part = self.file.get_slice(name)
-            if part.get_shape() != wanted or part.get_dtype() not in _DTYPES:
-                kinds = ", ".join(_DTYPES)
-                raise MinipsError(f"{self.path}: {name} is {part.get_dtype()} {part.get_shape()}, expected {wanted} of {kinds}")
+        found = {name: self.file.get_slice(name) for name in sorted(self.file.keys())}
+        scales = {f"{name}.scale" for name in names & set(found) if found[name].get_dtype() in _EIGHT_BITS}
+        if set(found) != names | scales:
+            raise MinipsError(f"{self.path}: tensors {brief(sorted(set(found) ^ (names | scales)))} are missing or too many")
+        for name, part in sorted(found.items()):
+            size, kinds = (wanted, tuple(_DTYPES)) if name in names else ([*wanted[:2], 1], ("F32",))
+            if part.get_shape() != size or part.get_dtype() not in kinds:
+                raise MinipsError(f"{self.path}: {name} is {part.get_dtype()} {part.get_shape()}, expected {size} of {', '.join(kinds)}")
 
     @property
     def stored(self) -> int:
@@ -319,15 +325,26 @@ class _Content:
             return
         index = torch.cat(slots)
         for layer, (keys, values) in enumerate(zip(pool.keys, pool.values)):
-            moved = self._moved(self._tensor(f"keys.{layer}"), delta)
-            keys.flatten(0, 1).index_copy_(0, index, moved.to(keys.dtype))
-            values.flatten(0, 1).index_copy_(0, index, self._tensor(f"values.{layer}").to(values.dtype))
+            self._put(f"keys.{layer}", keys, index, delta)
+            self._put(f"values.{layer}", values, index, 0)
 
-    def _tensor(self, name: str) -> Tensor:
-        tensor = self.file.get_tensor(name).to(self.engine.pool.device)
-        if not bool(torch.isfinite(tensor).all()):
+    def _put(self, name: str, store: Store, slots: Tensor, delta: int) -> None:
+        """Store one tensor of the file; bit for bit where it has the cache's dtype and stays where it is."""
+        device = self.engine.pool.device
+        tensor = self.file.get_tensor(name).to(device)
+        values, scales = tensor, None
+        if tensor.dtype in LARGEST:
+            scales = self.file.get_tensor(f"{name}.scale").to(device)
+            if not bool((scales > 0).all()):
+                raise MinipsError(f"{self.path}: {name}.scale holds values that are not positive numbers")
+            values = dequantise(tensor, scales, tensor.dtype)
+            values = mix(values) if name.startswith("keys") else values
+        if not bool(torch.isfinite(values).all()):
             raise MinipsError(f"{self.path}: {name} holds values that are not finite numbers")
-        return tensor
+        if isinstance(store, Quantized) and store.dtype == tensor.dtype and not delta:
+            write_parts(store, slots, (tensor.view(store.codes.dtype), scales))
+        else:
+            write(store, slots, self._moved(values, delta))
 
     def _moved(self, keys: Tensor, delta: int) -> Tensor:
         """Keys rotated by delta positions, in fp32; untouched where they stay."""

@@ -53,8 +53,7 @@ class KVPool:
         device: torch.device | str = "cpu",
     ):
         shape = (num_pages, page_size, kv_heads, head_dim)
-        self.keys = [new_store(shape, dtype, device) for _ in range(num_layers)]
-        self.values = [new_store(shape, dtype, device) for _ in range(num_layers)]
+        self.keys, self.values = ([new_store(shape, dtype, device, keys=keys) for _ in range(num_layers)] for keys in (True, False))
         self.page_size, self.num_pages, self.device = page_size, num_pages, torch.device(device)
         self.ref_count = [0] * num_pages
         self._free = [(1, num_pages - 1)] if num_pages > 1 else []  # sorted runs (first page, count)

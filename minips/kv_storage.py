@@ -6,6 +6,8 @@ A `Store` has the shape [num_pages, page_size, kv_heads, head_dim]. Everything t
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -25,10 +27,13 @@ class Quantized:
     head_dim]. scales: [num_pages, page_size, kv_heads, 1], in fp32: in fp16 they would save 3% of the memory, and a token whose
     absmax is below 0.008 (fp16 has no smaller normal number than 6e-5) would lose its precision.
     Below 2^-10 of the largest code's value fp8 has no code but 0. Values that are not finite stay so: their scale is not finite.
+
+    mixed: for keys, a few channels of which are far larger than the rest and would leave those one or two codes. Their channels
+    are mixed by a Hadamard matrix first (it is its own inverse); attention mixes its queries instead of mixing keys back.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu"):
-        self.dtype, self.shape = dtype, torch.Size(shape)
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str, mixed: bool):
+        self.dtype, self.shape, self.mixed = dtype, torch.Size(shape), mixed
         self.codes = torch.empty(shape, dtype=torch.int8 if dtype == torch.int8 else torch.uint8, device=device)
         self.scales = torch.empty((*shape[:-1], 1), dtype=torch.float32, device=device)
 
@@ -36,9 +41,24 @@ class Quantized:
 Store = Tensor | Quantized
 
 
-def new_store(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu") -> Store:
-    """Room for K or V of one layer; only its page 0 is defined: zeros."""
-    store = Quantized(shape, dtype, device) if dtype in LARGEST else torch.empty(shape, dtype=dtype, device=device)
+@lru_cache
+def hadamard(channels: int, device: torch.device) -> Tensor:
+    """Orthonormal, symmetric, all of one magnitude: fp32 [n, n], n the largest power of two that divides `channels`."""
+    matrix = torch.ones(1, 1)
+    while channels % (2 * len(matrix)) == 0:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return (matrix / len(matrix) ** 0.5).to(device)
+
+
+def mix(x: Tensor) -> Tensor:
+    """Mix the channels of x [..., head_dim] by the Hadamard matrix, in fp32; a second time brings x back."""
+    matrix = hadamard(x.shape[-1], x.device)
+    return (x.float().unflatten(-1, (-1, len(matrix))) @ matrix).flatten(-2)
+
+
+def new_store(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu", *, keys: bool) -> Store:
+    """Room for the keys or the values of one layer; only its page 0 is defined: zeros."""
+    store = Quantized(shape, dtype, device, mixed=keys) if dtype in LARGEST else torch.empty(shape, dtype=dtype, device=device)
     for part in parts(store):
         part[0].zero_()
     return store
@@ -49,8 +69,18 @@ def parts(store: Store) -> tuple[Tensor, ...]:
     return (store.codes, store.scales) if isinstance(store, Quantized) else (store,)
 
 
+def mixed_as(store: Store, x: Tensor) -> Tensor:
+    """x [..., head_dim] with its channels mixed, or mixed back, in fp32, if the store mixes them; else x itself."""
+    return mix(x) if isinstance(store, Quantized) and store.mixed else x
+
+
 def read(store: Store, slots: Tensor | slice, dtype: torch.dtype) -> Tensor:
     """The tokens at flat slots int64 [n], or of a slice of slots -> [n, kv_heads, head_dim]; a view where nothing is converted."""
+    return mixed_as(store, read_mixed(store, slots, torch.float32 if isinstance(store, Quantized) else dtype)).to(dtype)
+
+
+def read_mixed(store: Store, slots: Tensor | slice, dtype: torch.dtype) -> Tensor:
+    """As `read`, channels mixed as they are stored: to be set against queries that are mixed too (`mixed_as`)."""
     if isinstance(store, Quantized):
         return dequantise(_take(store.codes, slots), _take(store.scales, slots), store.dtype).to(dtype)
     return _take(store, slots).to(dtype)
@@ -59,7 +89,7 @@ def read(store: Store, slots: Tensor | slice, dtype: torch.dtype) -> Tensor:
 def write(store: Store, slots: Tensor, values: Tensor) -> None:
     """Store values [n, kv_heads, head_dim] at flat slots int64 [n], rounded to the store's dtype."""
     if isinstance(store, Quantized):
-        write_parts(store, slots, quantise(values, store.dtype))
+        write_parts(store, slots, quantise(mixed_as(store, values.float()), store.dtype))
     else:
         store.flatten(0, 1).index_copy_(0, slots, values.to(store.dtype))
 

@@ -158,8 +158,10 @@ def _accumulate(statistics: Tensor, x: Tensor, seen: int) -> None:
     statistics[0] += delta * (count / total)
 
 
-def rerotate(pool: KVPool, rope: Rope, segment: Segment, delta: int) -> None:
-    """Move the keys of one segment by `delta` positions, in place, and its `start` with them."""
+def rerotate(pool: KVPool, rope: Rope, segment: Segment, *deltas: int) -> None:
+    """Move the keys of one segment by `deltas` positions, in place, and its `start` with them. Several are one move by their sum, because
+    each move of 16-bit or 8-bit keys rounds once more."""
+    delta = sum(deltas)
     segment.start += delta
     segment.moves += bool(delta)
     Transform(pool, rope).apply([Job(segment, delta, 0)], {})
