@@ -170,14 +170,8 @@ class _ConfigReader:
         original = scaling.get("original_max_position_embeddings")
         if not is_integer(original) or original <= 0:
             raise self.fail(f"rope_scaling.original_max_position_embeddings is {brief(original)}, expected a positive integer")
-        rope = RopeConfig(
-            theta,
-            kind,
-            self.number(scaling, "factor"),
-            self.number(scaling, "low_freq_factor"),
-            self.number(scaling, "high_freq_factor"),
-            original,
-        )
+        factors = [self.number(scaling, name) for name in ("factor", "low_freq_factor", "high_freq_factor")]
+        rope = RopeConfig(theta, kind, *factors, original)
         if rope.high_freq_factor <= rope.low_freq_factor:
             raise self.fail(f"rope_scaling high_freq_factor {rope.high_freq_factor} must exceed low_freq_factor {rope.low_freq_factor}")
         return rope
