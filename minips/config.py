@@ -379,6 +379,7 @@ class EngineConfig:
     max_kv_tokens: int | None = None
     prefill_chunk: int = 512
     debug: bool = False  # name the first layer with NaN or infinite values; slow
+    quantize: str = "none"
 
     def __post_init__(self) -> None:
         size = self.max_kv_tokens
@@ -386,5 +387,6 @@ class EngineConfig:
             ("page_size", is_integer(self.page_size) and 1 <= self.page_size <= 4096, "an integer from 1 to 4096"),
             ("max_kv_tokens", size is None or is_integer(size) and size > 0, "a positive integer"),
             ("prefill_chunk", is_integer(self.prefill_chunk) and self.prefill_chunk > 0, "a positive integer"),
+            ("quantize", self.quantize in ("none", "int8", "int4"), "none, int8 or int4"),
         )
         _check("EngineConfig", self, checks)

@@ -17,6 +17,7 @@ from .kv_cache import Branch, KVPool, Segment, default_kv_tokens
 from .kv_storage import bytes_per_token, resolve_kv_dtype
 from .model import Model
 from .prompts import Prompt, Prompts
+from .quantize import quantize as quantize_model
 from .results import Result, Scores, TextStream, Turns, in_turn
 from .sampling import params_for
 from .tokenizer import Tokenizer
@@ -71,19 +72,26 @@ class Engine:
         kv_dtype: str = "auto",
         page_size: int | None = None,
         max_kv_tokens: int | None = None,
+        quantize: str = "none",
         debug: bool = False,
         progress: bool = False,
     ) -> Engine:
-        """Load a model by name, folder or hub id. dtype auto is the stored one; device auto takes CUDA where there is one."""
+        """Load a model by name, folder or hub id. dtype auto is the stored one; device auto takes CUDA where there is one.
+
+        quantize: int8 or int4 for weights in fewer bits (see quantize.py).
+        """
         folder = resolve_model(str(model), progress=progress)
         config = ModelConfig.from_folder(folder)
         place = resolve_device(device)
         page_size = page_size if page_size is not None else (64 if place.type == "cuda" else 16)
-        settings = EngineConfig(str(place), dtype, kv_dtype, page_size, max_kv_tokens, debug=debug)
+        settings = EngineConfig(str(place), dtype, kv_dtype, page_size, max_kv_tokens, debug=debug, quantize=quantize)
         tokenizer = Tokenizer.from_folder(folder, config)
         chat = detect_format(folder, tokenizer) if tokenizer is not None else None
         network = Model.from_tensors(config, load_weights(folder, config, dtype=resolve_dtype(dtype, config), device=place))
-        network.pack()
+        if quantize == "none":
+            network.pack()
+        else:
+            quantize_model(network, quantize)
         return cls(network, config, tokenizer=tokenizer, chat=chat, settings=settings, folder=folder)
 
     @property

@@ -8,7 +8,7 @@ PACKAGE = ROOT / "minips"
 LAYERS = [
     {"config", "errors", "results"},
     {"rope", "kv_storage", "attention", "sampling", "tokenizer", "chat", "gguf_convert", "hub", "weights", "files", "matrix"},
-    {"kv_cache", "model", "lora", "mapper"},
+    {"kv_cache", "model", "lora", "mapper", "quantize"},
     {"prompts", "decoding", "answering", "engine", "adapter", "branch_files", "cuda_graph"},
     {"transform", "merge", "synthesis"},
     {"training", "evaluation", "screen", "screen_live", "workflow", "workflow_checks", "running", "record", "chat_loop"},
@@ -21,7 +21,7 @@ SAME_LAYER = {
     ("answering", "decoding"), ("engine", "answering"), ("engine", "prompts"), ("engine", "decoding"), ("engine", "cuda_graph"),
     ("engine", "branch_files"), ("branch_files", "engine"),
     ("answering", "engine"),  # for type checkers only
-    ("synthesis", "merge"), ("merge", "transform"), ("lora", "model"),
+    ("synthesis", "merge"), ("merge", "transform"), ("lora", "model"), ("quantize", "model"),
     ("screen", "screen_live"), ("screen_live", "screen"), ("workflow", "workflow_checks"), ("running", "screen"), ("running", "workflow"),
     ("train", "adapters"), ("record", "running"), ("record", "workflow"), ("record", "workflow_checks"), ("chat_loop", "screen"),
 }  # fmt: skip
