@@ -115,7 +115,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("running").add_argument
     add("--device", help="auto, cpu or cuda")
     add("--dtype", help="auto (as stored), bfloat16, float16 or float32")
-    add("--kv-dtype", help="of the KV cache: auto (as the weights) or one of those")
+    add("--kv-dtype", help="of the KV cache: auto (as the weights), one of those, int8 or fp8")
     add("--quantize", choices=("none", "int8", "int4"), help="weights in fewer bits: faster steps (default: none)")
     add("--page-size", type=int, metavar="N", help="tokens a KV page")
     add("--max-kv-tokens", type=int, metavar="N", help="size of the KV cache in tokens (default: from free memory)")
