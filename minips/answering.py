@@ -37,6 +37,8 @@ def work(
     groups = list(leaders.values())
     firsts, each = [branches[group[0]] for group in groups], [params[group[0]] for group in groups]
     limits = [engine.token_limit(branch.next_position, row_params) for branch, row_params in zip(firsts, each)]
+    contexts = [segment for branch in branches for segment in branch.segments]
+    engine.pool.make_room(sum(map(engine.pool.pages_for, limits)), "decoding workers", contexts)
     _check_waves(engine, each, limits)
     writers: list[Writer] = []
     rows: list[DecodeRow] = []
@@ -112,7 +114,7 @@ def answer(
     timings: dict[str, float] | None = None,
     valid_vocab: int | None = None,
 ) -> Iterator[str]:
-    """`answers` of one row: yields its text, returns its Result."""
+    """`answers` of one row: yields the text of each token, returns its Result."""
     rows = answers(engine, [branch], [ids], [params], model, started, timings, valid_vocab)
     try:
         while True:
@@ -159,8 +161,9 @@ def answers(
 ) -> Iterator[tuple[int, str]]:
     """Feed each row's ids to its branch with `model`'s weights, decode all rows as one batch, close the branches.
 
-    Yields (row, text) as text comes, returns one Result a row. started: when the call began (perf_counter). timings: seconds
-    spent before. valid_vocab: ids from here on are not chosen. targets: score these as the answers too, on the same prefill.
+    Yields (row, text, which may be empty) for each token, returns one Result a row. started: when the call began (perf_counter).
+    timings: seconds spent before. valid_vocab: ids from here on are not chosen. targets: score these as the answers too, on the
+    same prefill.
     """
     before = {"rerotate": 0.0, "map": 0.0, **(timings or {})}
     writers: list[Writer] = []
@@ -183,8 +186,7 @@ def answers(
         for at, _, piece in decode_rows(model, rows, drain=False) if rows else ():
             last[at] = time.perf_counter()
             first.setdefault(at, last[at])
-            if piece:
-                yield at, piece
+            yield at, piece
         end = time.perf_counter()
         results = []
         for at, row in enumerate(rows):
@@ -226,7 +228,8 @@ def _check_room(engine: Engine, branches: Sequence[Branch], ids: Sequence[list[i
         engine.check_positions(branch.next_position, len(row), "the prompt")
         limits.append(engine.token_limit(branch.next_position + len(row), row_params))
         needed += pages(len(row)) + pages(limits[-1])
-    engine.pool.require(needed, "the prompt and its answer" if len(ids) == 1 else f"{len(ids)} prompts and their answers")
+    what = "the prompt and its answer" if len(ids) == 1 else f"{len(ids)} prompts and their answers"
+    engine.pool.require(needed, what, [segment for branch in branches for segment in branch.segments])
     return limits
 
 

@@ -78,7 +78,7 @@ class Scores:
 class TextStream:
     """Iterator of text pieces; `.result` holds the Result once it is exhausted. `close` (or leaving `with`) ends it early.
 
-    With `turns` each piece is computed in a turn of its own, so that other threads compute in between. A step that fails or is
+    With `turns` each token is computed in a turn of its own, so that other threads compute in between. A step that fails or is
     interrupted ends the stream.
     """
 
@@ -92,8 +92,11 @@ class TextStream:
 
     def __next__(self) -> str:
         try:
-            with self._turn():
-                return next(self._generator)
+            piece = ""
+            while not piece:  # a token without text of its own is a step too
+                with self._turn():
+                    piece = next(self._generator)
+            return piece
         except StopIteration as stop:
             if stop.value is not None:
                 self._result = stop.value
