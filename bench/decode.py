@@ -101,7 +101,7 @@ def decode_case(subject: Subject, args: argparse.Namespace, m: int, ids: Ids) ->
     calls = {"minips": ours, **({"transformers": theirs} if subject.rival is not None else {})}
     found = alternate(calls, args.repeats, args.budget)
     seen = args.context + args.tokens / 2
-    read = weight_bytes(subject.config, args.quantize, subject.engine.dtype.itemsize) + m * seen * subject.engine.kv_bytes_per_token
+    read = weight_bytes(subject.config, args.quantize, m, subject.engine.dtype.itemsize) + m * seen * subject.engine.kv_bytes_per_token
     case = {"m": m, "context": args.context, "shared": args.shared, "tokens": args.tokens, "step_bytes": read, "methods": found}
     if subject.rival is not None:
         pairs = [(outputs["minips"][turn], outputs["transformers"][turn]) for turn in outputs["transformers"]]

@@ -20,13 +20,13 @@ import torch
 from minips import MinipsError
 from minips.config import ModelConfig
 from minips.errors import in_one_line
+from minips.quantize import BESIDE, FEW_ROWS
 from minips.weights import expected_shapes
 
 Figures = dict[str, float]  # of one call: seconds by name
 
 PACKAGES = ("minips", "torch", "transformers")
-# How the weights of the layers' projections are stored, in bits each; group-wise scales of int4 and int8 included.
-WEIGHT_BITS = {None: 16, "int8": 8.5, "int4": 5}
+CODE_BITS = {"int8": 8, "int4": 5}  # of a quantised weight; of int4 with the scale and zero of each block
 
 
 # Measuring
@@ -103,10 +103,17 @@ def kv_bytes_per_token(config: ModelConfig, itemsize: int = 2, scale_bytes: int 
     return 2 * config.num_hidden_layers * config.num_key_value_heads * (config.head_dim * itemsize + scale_bytes)
 
 
-def weight_bytes(config: ModelConfig, quantize: str | None = None, itemsize: int = 2) -> float:
-    """Bytes of weights that one pass must read: the layers' projections and the head once."""
-    bits = 8 * itemsize if quantize is None else WEIGHT_BITS[quantize]
-    return layer_parameters(config) * bits / 8 + config.vocab_size * config.hidden_size * itemsize
+def weight_bytes(config: ModelConfig, quantize: str | None = None, rows: int = 1, itemsize: int = 2) -> float:
+    """Bytes of weights that a pass over `rows` tokens must read: the layers' projections and the head once.
+
+    Quantised, a pass with few rows reads codes (of the head always int8), one with more the bf16 form beside them, where it is kept.
+    """
+    layers, head = layer_parameters(config), config.vocab_size * config.hidden_size
+    if quantize is None:
+        return (layers + head) * itemsize
+    beside = 2 * sum(math.prod(shape) for shape in expected_shapes(config).values() if len(shape) == 2) <= BESIDE
+    kinds = ((quantize, layers), ("int8", head))
+    return sum(count * (2 if beside and rows > FEW_ROWS[kind] else CODE_BITS[kind] / 8) for kind, count in kinds)
 
 
 def read_bandwidth(megabytes: int = 512) -> float:

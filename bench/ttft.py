@@ -61,7 +61,7 @@ def counts(engine: Engine, m: int, length: int, u: int, quantize: str | None = N
         "limit": text / parallel,
         "text_flop": text,
         "parallel_flop": parallel,
-        "parallel_bytes": weight_bytes(config, quantize, engine.dtype.itemsize) + engine.kv_bytes_per_token * (past + u),
+        "parallel_bytes": weight_bytes(config, quantize, u, engine.dtype.itemsize) + engine.kv_bytes_per_token * (past + u),
     }
 
 

@@ -82,7 +82,13 @@ def test_the_limit_is_the_ratio_of_the_two_prefills_with_attention(size, limits)
 def test_bytes_of_a_token_count_the_kv_heads():
     assert [measure.kv_bytes_per_token(shapes(size)) for size in models.SHAPES] == [23040, 32768, 114688, 131072]
     assert measure.weight_bytes(shapes("135m")) == pytest.approx(2 * 134_515_008, rel=1e-3)  # norms are left out
-    assert measure.weight_bytes(shapes("8b"), "int4") < 0.4 * measure.weight_bytes(shapes("8b"))
+    layers, head = 106_168_320, 49152 * 576
+    assert [measure.weight_bytes(shapes("135m"), "int4", rows) for rows in (1, 4, 8)] == [
+        layers * 5 / 8 + head,
+        layers * 5 / 8 + 2 * head,  # the head's codes are int8, which fewer rows use
+        2 * (layers + head),
+    ]
+    assert measure.weight_bytes(shapes("8b"), "int4", 8) < 0.36 * measure.weight_bytes(shapes("8b"))  # no bf16 form beside
 
 
 # Taking time
