@@ -95,7 +95,9 @@ def load_branches(
     for content in contents:
         content.check_prefix(shared, prefix)
     loaded = contents if prefix is not None or shared is None else [shared, *contents]
-    engine.pool.require(sum(content.pages(engine.pool) for content in loaded), f"loading {len(contents)} branches")
+    engine.pool.require(
+        sum(content.pages(engine.pool) for content in loaded), f"loading {len(contents)} branches", prefix.segments if prefix else ()
+    )
     root = prefix
     made: list[Branch] = []
     try:
@@ -169,6 +171,7 @@ def _cut(branches: Sequence[Branch], first: int, end: int) -> tuple[list[tuple[S
 
 def _write(path: Path, pool: KVPool, segments: Sequence[Segment | tuple[Segment, int, int]], data: dict) -> None:
     """One file: contiguous copies of just these tokens, and everything else in the header."""
+    pool.require(0, "saving a branch", [item[0] if isinstance(item, tuple) else item for item in segments])
     slots, described = [], []
     for item in segments:
         segment, first, length = item if isinstance(item, tuple) else (item, 0, _stored(item))

@@ -370,7 +370,11 @@ class MergeOptions:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Engine settings. `max_kv_tokens` None sizes the pool from free memory; sizes are in tokens."""
+    """Engine settings. `max_kv_tokens` None sizes the pool from free memory; sizes are in tokens.
+
+    kv_dtype: auto, a float dtype, int8 or fp8. max_device_kv_bytes: so large is the pool instead, and what running calls do not
+    need can be parked in host memory.
+    """
 
     device: str = "auto"
     dtype: str = "auto"
@@ -380,12 +384,15 @@ class EngineConfig:
     prefill_chunk: int = 512
     debug: bool = False  # name the first layer with NaN or infinite values; slow
     quantize: str = "none"
+    max_device_kv_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        size = self.max_kv_tokens
+        size, most = self.max_kv_tokens, self.max_device_kv_bytes
         checks = (
             ("page_size", is_integer(self.page_size) and 1 <= self.page_size <= 4096, "an integer from 1 to 4096"),
             ("max_kv_tokens", size is None or is_integer(size) and size > 0, "a positive integer"),
+            ("max_device_kv_bytes", most is None or is_integer(most) and most > 0, "a positive integer"),
+            ("max_device_kv_bytes", most is None or size is None, "no value beside max_kv_tokens: both size the pool"),
             ("prefill_chunk", is_integer(self.prefill_chunk) and self.prefill_chunk > 0, "a positive integer"),
             ("quantize", self.quantize in ("none", "int8", "int4"), "none, int8 or int4"),
         )

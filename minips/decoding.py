@@ -79,7 +79,7 @@ def open_writers(branches: Sequence[Branch], counts: Sequence[int], role: str, w
     if not branches:
         return []
     pool: KVPool = branches[0].pool
-    pool.require(sum(pool.pages_for(count) for count in counts), what)
+    pool.require(sum(pool.pages_for(count) for count in counts), what, [segment for branch in branches for segment in branch.segments])
     writers: list[Writer] = []
     try:
         for branch, count in zip(branches, counts):

@@ -13,7 +13,7 @@ from .config import DEFAULT_MODEL, EngineConfig, ModelConfig, SamplingParams
 from .decoding import DecodeRow, Writer, open_writers, prefill
 from .errors import MinipsError, RoomError
 from .hub import resolve_model
-from .kv_cache import Branch, KVPool, Segment, default_kv_tokens
+from .kv_cache import Branch, KVPool, Segment, pool_pages
 from .kv_storage import bytes_per_token, resolve_kv_dtype
 from .model import Model
 from .prompts import Prompt, Prompts
@@ -48,11 +48,12 @@ class Engine:
         kv_dtype = resolve_kv_dtype(settings.kv_dtype, self.dtype, self.device)
         shape = (settings.page_size, config.num_key_value_heads, config.head_dim)
         self.kv_bytes_per_token = 2 * config.num_hidden_layers * bytes_per_token(kv_dtype, *shape[1:])
-        tokens = settings.max_kv_tokens or default_kv_tokens(config.max_position_embeddings, self.kv_bytes_per_token, self.device)
-        pages = -(-tokens // settings.page_size) + 1  # and the null page
+        pages = pool_pages(settings, config.max_position_embeddings, self.kv_bytes_per_token, self.device)
         try:
-            self.pool = KVPool(config.num_hidden_layers, pages, *shape, kv_dtype, self.device)
+            offload = settings.max_device_kv_bytes is not None
+            self.pool = KVPool(config.num_hidden_layers, pages, *shape, kv_dtype, self.device, offload=offload)
         except (RuntimeError, MemoryError, OverflowError, TypeError):
+            tokens = (pages - 1) * settings.page_size
             size = tokens * self.kv_bytes_per_token / 2**30
             raise MinipsError(f"KV cache: {tokens} tokens ({size:.4g} GiB) cannot be allocated; lower max_kv_tokens") from None
         self.valid_vocab = min(config.vocab_size, tokenizer.vocab_size) if tokenizer is not None else config.vocab_size
@@ -72,19 +73,23 @@ class Engine:
         kv_dtype: str = "auto",
         page_size: int | None = None,
         max_kv_tokens: int | None = None,
+        max_device_kv_bytes: int | None = None,
         quantize: str = "none",
         debug: bool = False,
         progress: bool = False,
     ) -> Engine:
         """Load a model by name, folder or hub id. dtype auto is the stored one; device auto takes CUDA where there is one.
 
-        quantize: int8 or int4 for weights in fewer bits (see quantize.py).
+        quantize: int8 or int4 for weights in fewer bits (see quantize.py). max_device_kv_bytes: so large is the KV cache on the device;
+        branches that a call does not need are parked in host memory when it is full.
         """
         folder = resolve_model(str(model), progress=progress)
         config = ModelConfig.from_folder(folder)
         place = resolve_device(device)
         page_size = page_size if page_size is not None else (64 if place.type == "cuda" else 16)
-        settings = EngineConfig(str(place), dtype, kv_dtype, page_size, max_kv_tokens, debug=debug, quantize=quantize)
+        settings = EngineConfig(
+            str(place), dtype, kv_dtype, page_size, max_kv_tokens, debug=debug, quantize=quantize, max_device_kv_bytes=max_device_kv_bytes
+        )
         tokenizer = Tokenizer.from_folder(folder, config)
         chat = detect_format(folder, tokenizer) if tokenizer is not None else None
         network = Model.from_tensors(config, load_weights(folder, config, dtype=resolve_dtype(dtype, config), device=place))
@@ -340,6 +345,7 @@ class Engine:
             "total_pages": pool.num_pages - 1,
             "free_pages": pool.num_free,
             "used_pages": pool.num_pages - 1 - pool.num_free,
+            "parked_pages": pool.parked_pages,
             "open_branches": sum(not branch.closed for branch in pool.branches),
             "kv_bytes_per_token": self.kv_bytes_per_token,
         }

@@ -10,15 +10,16 @@ import os
 import weakref
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .attention import Reweight
+from .config import EngineConfig
 from .errors import MinipsError, RoomError
-from .kv_storage import new_store, read_parts, write_parts
+from .kv_storage import new_store, parts, read_parts, write_parts
 
 
 @dataclass(eq=False)
@@ -27,7 +28,8 @@ class Segment:
 
     `length` tokens stand in `pages`; `start` is the position of the first. `role`: context (given) or output (a worker's z).
     `ended`: how an output ended: stop, length, stop_string or given. `stop_token`: its id if it is cached right behind
-    `length`. `moves` counts the rotations that its stored keys have been through.
+    `length`. `moves` counts the rotations that its stored keys have been through. `host`: its whole pages, part by part, while it
+    is parked (it has no `pages` then); `used`: when a call last needed it.
     """
 
     pages: list[int]
@@ -37,10 +39,15 @@ class Segment:
     ended: str | None = None
     stop_token: int | None = None
     moves: int = 0
+    host: list[Tensor] | None = None
+    used: int = 0
 
 
 class KVPool:
-    """Per layer one K and one V store [num_pages, page_size, kv_heads, head_dim] (see `kv_storage`). Page 0 is the null page."""
+    """Per layer one K and one V store [num_pages, page_size, kv_heads, head_dim] (see `kv_storage`). Page 0 is the null page.
+
+    offload: segments that no running call needs may be parked in host memory; `require` brings back those that a call names.
+    """
 
     def __init__(
         self,
@@ -51,6 +58,8 @@ class KVPool:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        *,
+        offload: bool = False,
     ):
         shape = (num_pages, page_size, kv_heads, head_dim)
         self.keys, self.values = ([new_store(shape, dtype, device, keys=keys) for _ in range(num_layers)] for keys in (True, False))
@@ -59,6 +68,7 @@ class KVPool:
         self._free = [(1, num_pages - 1)] if num_pages > 1 else []  # sorted runs (first page, count)
         self.branches: weakref.WeakSet[Branch] = weakref.WeakSet()
         self.writing: set[int] = set()  # pages of segments that are being written and have no branch yet
+        self.offload, self._calls = offload, 0
 
     @property
     def num_free(self) -> int:
@@ -67,18 +77,92 @@ class KVPool:
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
-    def require(self, pages: int, what: str) -> None:
-        """Refuse before anything is done if `pages` are not free."""
+    def require(self, pages: int, what: str, keep: Iterable[Segment] = ()) -> None:
+        """Have the segments of `keep` in pages and `pages` more free, or refuse; idle segments are parked where that helps."""
+        self.make_room(pages, what, keep)
+        self._refuse(pages, what)
+
+    def _refuse(self, pages: int, what: str) -> None:
         if pages > self.num_free:
             size, total = self.page_size, self.num_pages - 1
             raise RoomError(
                 f"KV cache: {what} needs {pages} pages of {size} tokens, {self.num_free} of {total} are free; "
-                "close branches, lower max_tokens or raise max_kv_tokens"
+                f"close branches, lower max_tokens or raise {'max_device_kv_bytes' if self.offload else 'max_kv_tokens'}"
             )
+
+    def make_room(self, pages: int, what: str, keep: Iterable[Segment] = ()) -> None:
+        """Bring `keep` back from the host, and park idle segments, the longest unused first, as far as `pages` are not free.
+
+        Raises RoomError, before anything moves, where `keep` itself does not fit. Without `offload` nothing is ever parked.
+        """
+        if not self.offload:
+            return
+        self._calls += 1
+        wanted = {id(segment): segment for segment in keep}
+        for segment in wanted.values():
+            segment.used = self._calls
+        holders = self._holders()
+        idle = [s for s, held in holders.values() if id(s) not in wanted and self._is_idle(s, held)]
+        parked = [segment for segment in wanted.values() if segment.host is not None]
+        back = sum(len(segment.host[0]) for segment in parked)
+        spare = self.num_free + sum(len(segment.pages) for segment in idle)
+        if back > spare:
+            raise RoomError(
+                f"KV cache: {what} needs {back} pages of {self.page_size} tokens for what is parked in host memory, {spare} of "
+                f"{self.num_pages - 1} can be made free; merge fewer or shorter branches or raise max_device_kv_bytes"
+            )
+        for segment in sorted(idle, key=lambda segment: segment.used):
+            if self.num_free >= back + pages:
+                break
+            self._park(segment, len(holders[id(segment)][1]))
+        for segment in parked:
+            self._bring_back(segment, len(holders[id(segment)][1]))
+
+    def _holders(self) -> dict[int, tuple[Segment, list[Branch]]]:
+        """Each segment and the open branches that hold it, one entry for each time."""
+        found: dict[int, tuple[Segment, list[Branch]]] = {}
+        for branch in list(self.branches):
+            for segment in branch.segments:
+                found.setdefault(id(segment), (segment, []))[1].append(branch)
+        return found
+
+    def _is_idle(self, segment: Segment, held: list[Branch]) -> bool:
+        """Whether parking it frees its pages: nobody computes with it, and no other segment stands on them."""
+        alone = all(self.ref_count[page] == len(held) for page in segment.pages)
+        return bool(segment.pages) and alone and not any(branch.busy for branch in held)
+
+    def _parts(self) -> list[Tensor]:
+        return [part for store in (*self.keys, *self.values) for part in parts(store)]
+
+    def _park(self, segment: Segment, held: int) -> None:
+        index = torch.tensor(segment.pages, device=self.device)
+        pinned = self.device.type == "cuda"
+        host = []
+        for part in self._parts():
+            kept = torch.empty((len(index), *part.shape[1:]), dtype=part.dtype, pin_memory=pinned)
+            host.append(kept.copy_(part.index_select(0, index)))
+        pages, segment.pages, segment.host = segment.pages, [], host
+        for _ in range(held):
+            self.release(pages)
+
+    def _bring_back(self, segment: Segment, held: int) -> None:
+        """From pinned memory layer by layer without waiting: what reads the pages comes later in the same stream."""
+        pages = self.allocate(len(segment.host[0]))
+        index = torch.tensor(pages, device=self.device)
+        for part, kept in zip(self._parts(), segment.host):
+            part.index_copy_(0, index, kept.to(self.device, non_blocking=True))
+        segment.pages, segment.host = pages, None
+        for _ in range(held - 1):
+            self.retain(pages)
+
+    @property
+    def parked_pages(self) -> int:
+        """Pages that open branches would need for what they have in host memory."""
+        return sum(len(segment.host[0]) for segment, _ in self._holders().values() if segment.host is not None)
 
     def allocate(self, pages: int) -> list[int]:
         """Take pages with count 1, as one contiguous run where one is free (smallest that fits), else the largest runs."""
-        self.require(pages, "this allocation")
+        self._refuse(pages, "this allocation")
         taken: list[int] = []
         while len(taken) < pages:
             missing = pages - len(taken)
@@ -116,6 +200,7 @@ class KVPool:
 
     def slots(self, pages: list[int], length: int) -> Tensor:
         """Flat slots int64 [length] of the tokens that stand in `pages`, in order, on the pool's device."""
+        assert length <= len(pages) * self.page_size, "these tokens are parked in host memory"
         table = torch.tensor(pages, dtype=torch.int64)
         offsets = torch.arange(self.page_size)
         return (table[:, None] * self.page_size + offsets).flatten()[:length].to(self.device)
@@ -140,6 +225,8 @@ class KVPool:
         assert len(set(free)) == len(free) and len(free) + len(referenced) == self.num_pages - 1, "a page is lost or free twice"
         held = Counter(page for branch in self.branches for segment in branch.segments for page in segment.pages)
         held.update(self.writing)
+        parked = [segment for segment, _ in self._holders().values() if segment.host is not None]
+        assert not any(segment.pages for segment in parked), "a parked segment has pages"
         assert held == Counter({page: self.ref_count[page] for page in referenced}), "counts differ from the branches' pages"
         return True
 
@@ -230,6 +317,18 @@ def shared_prefix(branches: Sequence[Branch]) -> list[Segment]:
             break
         run.append(segment)
     return run
+
+
+def pool_pages(settings: EngineConfig, max_positions: int, bytes_per_token: int, device: torch.device) -> int:
+    """Pages of a pool, the null page counted: what `max_kv_tokens` need, what `max_device_kv_bytes` hold, or by the free memory."""
+    if settings.max_device_kv_bytes is not None:
+        pages = settings.max_device_kv_bytes // (bytes_per_token * settings.page_size)
+        if pages < 2:
+            least = 2 * bytes_per_token * settings.page_size
+            raise MinipsError(f"max_device_kv_bytes is {settings.max_device_kv_bytes}, expected at least {least} (two pages)")
+        return pages
+    tokens = settings.max_kv_tokens or default_kv_tokens(max_positions, bytes_per_token, device)
+    return -(-tokens // settings.page_size) + 1
 
 
 def default_kv_tokens(max_positions: int, bytes_per_token: int, device: torch.device) -> int:

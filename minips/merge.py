@@ -164,6 +164,8 @@ def apply_plan(
     consumed: branches that the caller closes afterwards; pages that only they hold are changed in place. On an error no page
     is kept; pages changed in place so far belong to the consumed branches.
     """
+    kept = [*plan.prefix, *(piece.segment for row in plan.pieces for piece in row)]
+    pool.require(0, "merging", kept)
     held = Counter(id(segment) for branch in consumed for segment in branch.segments)
     keys = _keys(plan)
     pieces = {key: piece for row, names in zip(plan.pieces, keys) for piece, key in zip(row, names)}
@@ -179,7 +181,7 @@ def apply_plan(
         return piece.first == 0 and (not transform.changes(piece.delta) or alone and variants[id(piece.segment)] == 1)
 
     copied = {key for key, piece in pieces.items() if not in_place(piece)}
-    pool.require(sum(pool.pages_for(pieces[key].length) for key in copied), "copying shared branch pages")
+    pool.require(sum(pool.pages_for(pieces[key].length) for key in copied), "copying shared branch pages", kept)
     made: dict[tuple, Segment] = {}
     result: list[Segment] = []
     try:

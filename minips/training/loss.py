@@ -67,6 +67,7 @@ def batch_loss(network: Network, items: Sequence[Item], options: MergeOptions, *
     engine, model = network.engine, network.model
     limit = engine.config.max_position_embeddings
     rows, ids, positions, labelled, labels = [], [], [], [], []
+    engine.pool.require(0, "a training batch", [s for item in items for branch in item.branches for s in branch.segments])
     for item in items:
         if not item.prompt or not item.target:
             raise MinipsError("training: an item has no prompt or no target tokens")
