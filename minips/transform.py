@@ -106,7 +106,8 @@ class Transform:
 
     def _chunk(self, tokens: int) -> int:
         """So many tokens that fp32 temporaries of one layer stay below 5% of the pages they belong to."""
-        return min(LARGEST_CHUNK, max(SMALLEST_CHUNK, tokens * len(self.pool.keys) // 200))
+        stored = min(2, self.pool.keys[0].dtype.itemsize)
+        return min(LARGEST_CHUNK, max(SMALLEST_CHUNK, tokens * len(self.pool.keys) * stored // 400))
 
     def _tokens(self, jobs: Sequence[Job]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Slot, new position, delta and branch of every token, int64 [n]."""

@@ -18,8 +18,9 @@ from minips.kv_storage import (
     FP8, bytes_per_token, dequantise, hadamard, mix, mixed_as, new_store, parts, quantise, read, read_mixed, resolve_kv_dtype, write,
 )  # fmt: skip
 from minips.rope import Rope, apply_rope
-from minips.transform import rerotate
-from tests.support import LOGITS, PREFIX, U, branches_of, prompt_ids, relative_error, tiny_engine, u_logits
+from minips.transform import Job, Transform, rerotate
+from tests.support import LOGITS, PREFIX, U, branches_of, prompt_ids, relative_error, tiny_config, tiny_engine, u_logits
+from tests.test_mapper import mapper_of, peak_bytes
 
 EIGHT_BITS = ("int8", "fp8")
 
@@ -184,6 +185,21 @@ def test_a_merge_requantises_what_moves_once(kv_dtype, consume):
     exact = tiny_engine()
     error = relative_error(logits[: len(U)], u_logits(exact, branches_of(exact)))
     assert error < (0.06 if kv_dtype == "int8" else 0.4) and engine.check()
+
+
+def test_a_merge_needs_under_5_percent_of_8_bit_pages():
+    layers, heads, dim, tokens, page = 30, 3, 64, 512, 16
+    pool = KVPool(layers, 4 * tokens // page + 1, page, heads, dim, torch.int8)
+    generator = torch.Generator().manual_seed(0)
+    for part in (part for store in (*pool.keys, *pool.values) for part in parts(store)):
+        part.random_(1, 100, generator=generator)
+    jobs = [Job(Segment(pool.allocate(tokens // page), tokens, 40), -(20 + b), b) for b in range(4)]
+    config = tiny_config(num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads, hidden_size=192, head_dim=dim)
+    mapper = mapper_of(0.1, config, kind="normalize", key_space="unrotated")
+    transform = Transform(pool, Rope(config.rope, dim), mapper, [tokens] * 4, [tokens] * 4)
+    peak = peak_bytes(lambda: transform.apply(jobs, {})) / (4 * tokens * layers * 2 * bytes_per_token(torch.int8, heads, dim))
+    print(f"{100 * peak:.2f}%")
+    assert 0 < peak < 0.05
 
 
 # Saved
