@@ -20,7 +20,7 @@ from .model import Model
 from .weights import expected_shapes
 
 BLOCK = 32  # weights with one scale and zero; those of Q4_0 and Q4_1 files, from which the default model comes
-FEW_ROWS = {"int8": 2, "int4": 6}  # up to so many rows the codes beat bf16 (measured on Zen 4, one and two threads)
+FEW_ROWS = {"int8": 2, "int4": 5}  # up to so many rows the codes beat bf16 (measured on Zen 4, one and two threads)
 BESIDE = 1 << 30  # bytes of bf16 weights that are kept beside the codes
 _STEPS = 15  # between the lowest and the highest of 16 values
 _ON_GRID = 0.12  # of a step: bf16 leaves stored grid values at most 0.06 off, other values lie anywhere up to 0.5
