@@ -18,9 +18,10 @@ from measure import grid, machine_line, run_bench
 from models import Subject, add_model_arguments, open_subject
 
 from minips import Engine, MinipsError, SamplingParams
+from minips.quantize import FEW_ROWS
 
 README = Path(__file__).parent.parent / "README.md"
-ROWS, WARM_CONTEXT, GREEDY_TOKENS = 8, 16, 64
+PLAIN_ROWS, WARM_CONTEXT, GREEDY_TOKENS = 4, 16, 64
 KL_MARK, TOP1_MARK = 0.02, 0.95
 
 
@@ -45,7 +46,7 @@ def greedy(engine: Engine, rows: list[list[int]]) -> list[list[int]]:
 
 
 def rows_of(subject: Subject, args: argparse.Namespace) -> list[list[int]]:
-    """The text as ROWS rows of one length, `positions` steps in all."""
+    """The text as rows of one length, `positions` steps in all; so few rows that a quantised model decodes them with its codes."""
     tokenizer = subject.engine.tokenizer
     if tokenizer is None:
         raise MinipsError(f"{subject.name} has no tokenizer, and this bench reads text; take a real model")
@@ -53,15 +54,20 @@ def rows_of(subject: Subject, args: argparse.Namespace) -> list[list[int]]:
         ids = tokenizer.encode(args.text.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise MinipsError(f"{args.text}: cannot be read as UTF-8 text ({error})") from None
-    length = WARM_CONTEXT + -(-args.positions // ROWS)
-    if len(ids) < ROWS * length:
-        raise MinipsError(f"{args.text}: has {len(ids)} tokens, {ROWS * length} are needed for --positions {args.positions}")
-    return [ids[row * length : (row + 1) * length] for row in range(ROWS)]
+    rows = row_count(args)
+    length = WARM_CONTEXT + -(-args.positions // rows)
+    if len(ids) < rows * length:
+        raise MinipsError(f"{args.text}: has {len(ids)} tokens, {rows * length} are needed for --positions {args.positions}")
+    return [ids[row * length : (row + 1) * length] for row in range(rows)]
+
+
+def row_count(args: argparse.Namespace) -> int:
+    return FEW_ROWS.get(args.quantize, PLAIN_ROWS)
 
 
 def run(args: argparse.Namespace) -> dict:
     args.no_rival = True
-    pages = ROWS * (args.positions // ROWS + WARM_CONTEXT + GREEDY_TOKENS + 2) * 16  # each step of extend begins a page
+    pages = (args.positions + row_count(args) * (WARM_CONTEXT + GREEDY_TOKENS + 64)) * 16  # each step of extend begins a page
     with open_subject(args, pages) as subject:
         rows = rows_of(subject, args)
         fast, fast_greedy = step_logits(subject.engine, rows), greedy(subject.engine, rows)
