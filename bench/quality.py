@@ -161,7 +161,7 @@ def together(out: Path) -> None:
 
 def write_section(out: Path) -> None:
     """Replace the part of RESULTS.md between the marks."""
-    parts = [f"{START}\n## Quality, untrained\n"]
+    parts = ["## Quality, untrained\n"]
     together(out)
     run = read(out / "tables", "run.json") or {}
     said = ", ".join(f"{name} {version}" for name, version in run.get("versions", {}).items())
@@ -182,10 +182,14 @@ def write_section(out: Path) -> None:
         parts.append(methods_section(incidents, "Synthetic database incidents, five monitors"))
     if check := read(out / "self_check", "self_check.json"):
         parts.append(check_section(check))
-    text = RESULTS.read_text()
-    before, _, rest = text.partition(START)
-    after = rest.partition(END)[2] if rest else ""
-    RESULTS.write_text(before.rstrip() + "\n\n" + "\n".join(parts).rstrip() + f"\n{END}" + (after or "\n"))
+    write_between(START, END, "\n".join(parts))
+
+
+def write_between(start: str, end: str, text: str, path: Path = RESULTS) -> None:
+    """Replace the part of a Markdown file between two marks, or add it at the end."""
+    before, _, rest = path.read_text().partition(start)
+    after = rest.partition(end)[2] if rest else ""
+    path.write_text(before.rstrip() + f"\n\n{start}\n" + text.strip() + f"\n{end}" + (after or "\n"))
 
 
 def main() -> int:

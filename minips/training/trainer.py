@@ -83,13 +83,7 @@ class Trainer:
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             while self.step < end:
-                started = time.perf_counter()
-                entry = self.advance()
-                loss = entry["loss"]
-                self._log(entry)
-                self.on_step({**entry, "seconds": time.perf_counter() - started})
-                if self.step % config.checkpoint_every == 0 or self.step == config.steps:
-                    self.save()
+                loss = self.take()["loss"]
         except KeyboardInterrupt:
             self.save()
             raise
@@ -97,6 +91,16 @@ class Trainer:
             self.write_adapter(self.folder / "adapter")
         self.group.wait()
         return loss
+
+    def take(self, batches: Iterable[tuple[list[Branch], list[Item], list[str]]] | None = None) -> dict:
+        """`advance`, with its log entry written and a checkpoint where one is due."""
+        started = time.perf_counter()
+        entry = self.advance(batches)
+        self._log(entry)
+        self.on_step({**entry, "seconds": time.perf_counter() - started})
+        if self.step % self.config.checkpoint_every == 0 or self.step == self.config.steps:
+            self.save()
+        return entry
 
     def save(self) -> None:
         """A checkpoint of now; nothing where there is one already."""
