@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .config import MergeOptions, ModelConfig, is_integer, read_json
-from .errors import MinipsError, brief
+from .errors import MinipsError, brief, in_one_line
 from .files import write_folder, write_json
 from .lora import LoraAdapter, read_lora
 from .mapper import CacheMapper, MapperConfig
@@ -194,7 +194,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     except FileNotFoundError:
         raise MinipsError(f"{path}: no such file") from None
     except (SafetensorError, OSError) as error:
-        raise MinipsError(f"{path}: not readable as safetensors ({error})") from None
+        raise MinipsError(f"{path}: not readable as safetensors ({in_one_line(error)[:300]})") from None
 
 
 def read_released_mapper(place: Path, config: ModelConfig) -> CacheMapper:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from . import adapter as files
 from .config import DEFAULT_MODEL, MergeOptions, ModelConfig, read_json
-from .errors import MinipsError, brief
+from .errors import MinipsError, brief, in_one_line
 from .hub import resolve_adapter, resolve_model
 from .lora import check_lora_config, is_base_rows, split_key
 from .mapper import CacheMapper, MapperConfig
@@ -194,7 +194,7 @@ def _tensors(side: Stored) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     except FileNotFoundError:
         raise MinipsError(f"{side.tensors}: no such file") from None
     except (SafetensorError, OSError) as error:
-        raise MinipsError(f"{side.tensors}: not readable as safetensors ({error})") from None
+        raise MinipsError(f"{side.tensors}: not readable as safetensors ({in_one_line(error)[:300]})") from None
     for key, tensor in lora.items():
         a, b = (lora.get(f"{key.removesuffix('.weight')[:-1]}{part}.weight") for part in "AB")
         if a is None or b is None or not len(a) or a.shape[0] != b.shape[1]:
@@ -308,7 +308,7 @@ def _header(path: Path) -> dict[str, tuple[list[int], int]]:
     except FileNotFoundError:
         raise MinipsError(f"{path}: no such file") from None
     except (SafetensorError, OSError) as error:
-        raise MinipsError(f"{path}: not readable as safetensors ({error})") from None
+        raise MinipsError(f"{path}: not readable as safetensors ({in_one_line(error)[:300]})") from None
 
 
 def _size(entries: Iterable[tuple[list[int], int]]) -> dict:

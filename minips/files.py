@@ -29,6 +29,8 @@ def write_folder(folder: str | Path, fill: Callable[[Path], None]) -> Path:
         try:
             work.chmod(0o755)
             fill(work)
+            for path in work.rglob("*"):
+                path.chmod(0o755 if path.is_dir() else 0o644)  # safetensors leaves files that only their owner can read
             os.rename(work, folder)
         finally:
             shutil.rmtree(work, ignore_errors=True)

@@ -220,14 +220,16 @@ def check_new_folder(name: str, where: str) -> None:
     try:
         if os.path.lexists(name):
             raise MinipsError(f"{where} {brief(name)}: exists already, expected a new folder")
-        parent = next(folder for folder in Path(name).absolute().parents if folder.exists())
-        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-            raise MinipsError(f"{where} {brief(name)}: cannot be made, {brief(str(parent))} is no folder that can be written to")
-        os.stat(name)
-    except FileNotFoundError:
+        os.stat(name)  # for names that cannot be: too long, or with a NUL in them
+    except (FileNotFoundError, NotADirectoryError):
         pass
+    except MinipsError:
+        raise
     except (OSError, ValueError) as error:
         raise MinipsError(f"{where} {brief(name)}: cannot be made ({getattr(error, 'strerror', None) or error})") from None
+    parent = next(folder for folder in Path(name).absolute().parents if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise MinipsError(f"{where} {brief(name)}: cannot be made, {brief(str(parent))} is no folder that can be written to")
 
 
 def merge_options(given: Sequence[str]) -> dict[str, object]:

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from .config import read_json
-from .errors import MinipsError, brief
+from .errors import MinipsError, brief, in_one_line
 from .model import Model
 from .weights import expected_shapes, open_safetensors
 
@@ -79,7 +79,7 @@ def read_lora(folder: str | Path, model: Model) -> LoraAdapter:
     except FileNotFoundError:
         raise MinipsError(f"{path}: no such file; a LoRA folder holds adapter_config.json and adapter_model.safetensors") from None
     except (SafetensorError, OSError) as error:
-        raise MinipsError(f"{path}: not readable as safetensors ({error})") from None
+        raise MinipsError(f"{path}: not readable as safetensors ({in_one_line(error)[:300]})") from None
     if strange:
         hint = " (modules_to_save is not supported)" if any("modules_to_save" in key for key in strange) else ""
         shown = ", ".join(map(brief, strange[:3]))
@@ -129,7 +129,7 @@ def check_lora_config(path: Path, settings: dict) -> None:
     if not isinstance(targets, (str, type(None))) and not (isinstance(targets, list) and all(isinstance(t, str) for t in targets)):
         raise MinipsError(f"{path}: target_modules is {brief(targets)}, expected a list of module names")
     if not isinstance(settings.get("use_rslora", False), (bool, type(None))):
-        raise MinipsError(f"{path}: use_rslora is {settings['use_rslora']!r}, expected true or false")
+        raise MinipsError(f"{path}: use_rslora is {brief(settings['use_rslora'])}, expected true or false")
 
 
 def _check_base_rows(path: Path, key: str, rows, model: Model, base: object) -> int:

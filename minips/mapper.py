@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import is_integer
-from .errors import MinipsError
+from .errors import MinipsError, brief
 
 KINDS = ("none", "affine", "linear", "low_rank", "normalize")
 KEY_SPACES = ("unrotated", "rotated")
@@ -46,7 +46,7 @@ class MapperConfig:
             ("metadata_features", self.metadata_features in tuple(FEATURES), f"one of {', '.join(FEATURES)}"),
         ):
             if not good:
-                raise MinipsError(f"mapper: {name} is {getattr(self, name)!r}, expected {expected}")
+                raise MinipsError(f"mapper: {name} is {brief(getattr(self, name))}, expected {expected}")
         if self.kind == "normalize" and self.key_space != "unrotated":
             raise MinipsError("mapper: kind normalize works on unrotated keys; key_space 'rotated' cannot be combined with it")
 

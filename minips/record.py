@@ -10,6 +10,7 @@ from . import __version__
 from .engine import Engine
 from .running import Outcome, Span
 from .synthesis import Synthesizer
+from .weights import number_of_parameters
 from .workflow import TEXT_METHODS
 from .workflow_checks import SAMPLING_FIELDS
 
@@ -64,7 +65,7 @@ def record(engine: Engine, synthesizer: Synthesizer, data: dict, outcome: Outcom
         "model": {
             "name": data["model"],
             "fingerprint": engine.fingerprint,
-            "parameters": sum(parameter.numel() for parameter in engine.model.parameters()),
+            "parameters": number_of_parameters(engine.config),
             **place,
             "minips": __version__,
             "torch": torch.__version__,

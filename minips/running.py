@@ -15,6 +15,7 @@ from .kv_cache import Branch
 from .results import TIMING_KEYS, Result, TextStream, WorkerOutput
 from .screen import Screen
 from .synthesis import Synthesizer
+from .weights import number_of_parameters
 from .workflow import FORCED_MERGE, TEXT_METHODS, Worker, workers_of
 
 SUMMARY_PROMPT = "Summarise what you found in at most three sentences. Keep every name, number and result that matters."
@@ -45,7 +46,7 @@ def load(data: dict, screen: Screen, progress: bool = True) -> tuple[Engine, Syn
     """The engine and the synthesizer of a completed workflow; one line on the screen says what was loaded."""
     started = time.perf_counter()
     engine = Engine.from_pretrained(data["model"], **data["engine"], progress=progress)
-    count = sum(parameter.numel() for parameter in engine.model.parameters())
+    count = number_of_parameters(engine.config)
     name, dtype = data["model"], str(engine.dtype).removeprefix("torch.")
     screen.note(f"{name}: {count / 1e6:.0f}M parameters, {dtype} on {engine.device}, loaded in {time.perf_counter() - started:.1f} s")
     adapter = data["synthesizer"]["adapter"]
@@ -118,8 +119,9 @@ def run_loaded(engine: Engine, synthesizer: Synthesizer, data: dict, screen: Scr
         seconds = {"prefix": 0.0, "workers": time.perf_counter() - started}
         workers = [Worker(f"worker {index + 1}", ()) for index in range(len(branches))]
         spans = [[Span(WorkerOutput.of(branch), None)] for branch in branches]
-        read, size = counted(len(branches), "branch", "branches"), f"{seconds['workers']:.2f} s"
-        screen.note(f"read {read} of {counted(sum(b.num_cached for b in branches), 'token')} from {data['load_branches']} in {size}")
+        held = {id(segment): segment.length for branch in branches for segment in branch.segments}  # the prefix once
+        read, tokens = counted(len(branches), "branch", "branches"), counted(sum(held.values()), "token")
+        screen.note(f"read {read}, {tokens} with the prefix, from {data['load_branches']} in {seconds['workers']:.2f} s")
         kept = counted(kept_tokens(branches, synthesizer.options.keep_turns), "token")
         screen.start_answer(f"synthesizer: reading {kept} from {counted(len(branches), 'cache')}")
         params = SamplingParams(**data["synthesizer"]["sampling"])

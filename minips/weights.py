@@ -109,6 +109,11 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def number_of_parameters(config: ModelConfig) -> int:
+    """Of the model as it is stored, whatever form the weights are held in; a tied head counts once."""
+    return sum(math.prod(shape) for shape in expected_shapes(config).values())
+
+
 def load_weights(
     folder: str | Path, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> dict[str, torch.Tensor]:

@@ -80,7 +80,8 @@ def test_file_sizes_follow_the_formula(tmp_path, model, capsys):  # FAULTS 86
         header = int.from_bytes(path.read_bytes()[:8], "little")
         size = 2 * CONFIG["num_hidden_layers"] * CONFIG["num_key_value_heads"] * CONFIG["head_dim"] * count * 4
         assert path.stat().st_size == 8 + header + size, name
-    assert len(list((tmp_path / "saved").iterdir())) == 5, "three branches, the prefix and branches.json"
+    files = list((tmp_path / "saved").iterdir())
+    assert len(files) == 5 and all(path.stat().st_mode & 0o777 == 0o644 for path in files), "three branches, the prefix and branches.json"
 
 
 SCRIPT = """
@@ -168,7 +169,7 @@ def test_methods_that_read_words_save_too_but_cannot_load(tmp_path, tiny, capsys
         (["--load-branches", "d", "--interactive"], "--load-branches and --interactive cannot be combined"),
         (["--save-branches", "d", "--interactive"], "--interactive and --save-branches cannot be combined"),
         (["x", "--save-branches", "d", "--print-workflow"], "--print-workflow and --save-branches cannot be combined: nothing is run"),
-        (["x", "--save-branches", "{folder}"], "exists already, expected a new folder"),
+        (["x", "--save-branches", "{folder}"], "': exists already, expected a new folder"),
         (["x", "--save-branches", "{folder}/link"], "exists already, expected a new folder"),
         (["x", "--save-branches", "{folder}/file/below"], "is no folder that can be written to"),
         (["x", "--save-branches", "n" * 5000], "File name too long"),
