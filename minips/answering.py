@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .config import SamplingParams
 from .decoding import DecodeRow, Writer, decode_rows, feed, open_writers
-from .errors import MinipsError
+from .errors import MinipsError, counted
 from .kv_cache import Branch
 from .model import Model
 from .results import Result, Scores, TextStream
@@ -30,6 +30,7 @@ def work(
     of their wave: the same tokens come out. shared: one SamplingParams stands for all rows. Greedy rows on the very same context
     are computed once. Yields (row, token or None, text) for each token if `watched`, else once a step.
     """
+    engine.check_branches(branches, "decode")  # again, now that it is this call's turn
     leaders: dict[object, list[int]] = {}
     for index, (branch, row_params) in enumerate(zip(branches, params)):
         context = tuple(map(id, branch.segments)) if row_params.greedy else index
@@ -49,7 +50,8 @@ def work(
         while len(rows) < len(groups):
             done, last = len(rows), -1
             wave = range(done, done + _wave(engine, limits, done))
-            writers += open_writers([firsts[at] for at in wave], [limits[at] for at in wave], "output", "decoding workers")
+            what = f"decoding {counted(len(groups), 'worker')}" + (f" in waves: after {done} of them the next one" if done else "")
+            writers += open_writers([firsts[at] for at in wave], [limits[at] for at in wave], "output", what)
             streams = [groups[at][0] if shared else None for at in wave]
             rows += [engine.decode_row(writers[at], each[at], limits[at], s, groups[at][0]) for at, s in zip(wave, streams)]
             for at, token, piece in decode_rows(engine.model, rows[done:], drain=True):
@@ -74,19 +76,17 @@ def _check_waves(engine: Engine, params: Sequence[SamplingParams], limits: Seque
     longest = sum(map(pages, limits))
     for row_params, limit in zip(params, limits):
         if used + pages(limit) > engine.pool.num_free:
-            engine.pool.require(longest, f"decoding {len(limits)} workers")
+            engine.pool.require(longest, f"decoding {counted(len(limits), 'worker')}")
         used += pages(engine.least_tokens(row_params, limit))
 
 
 def _wave(engine: Engine, limits: Sequence[int], done: int) -> int:
-    """How many rows from `done` on fit the free pages at their longest."""
+    """How many rows from `done` on fit the free pages at their longest; the next one in any case, which is then refused if need be."""
     pages, count, needed = engine.pool.pages_for, 0, 0
     while done + count < len(limits) and needed + pages(limits[done + count]) <= engine.pool.num_free:
         needed += pages(limits[done + count])
         count += 1
-    if not count:
-        engine.pool.require(pages(limits[done]), f"decoding {len(limits)} workers in waves: after {done} of them the next one")
-    return count
+    return max(count, 1)
 
 
 def _finish(engine: Engine, row: DecodeRow, writer: Writer, branches: list[Branch], logits: Tensor | None) -> None:

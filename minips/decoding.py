@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .attention import AttentionRow, GatherAttention
 from .config import SamplingParams
-from .errors import MinipsError
+from .errors import MinipsError, counted
 from .kv_cache import Branch, KVPool, Segment
 from .model import Model
 from .results import memory_errors, safe_point
@@ -100,7 +100,9 @@ def _forward(model: Model, writers: Sequence[Writer], ids: Sequence[Sequence[int
     positions = [position for writer, row in zip(writers, ids) for position in writer.positions(len(row))]
     tokens = [token for row in ids for token in row]
     cached = sum(writer.past + writer.segment.length for writer in writers)
-    with memory_errors(f"computing {len(tokens)} tokens of {len(writers)} sequences behind {cached} cached ones on {pool.device}"):
+    with memory_errors(
+        f"computing {len(tokens)} tokens of {counted(len(writers), 'sequence')} behind {cached} cached ones on {pool.device}"
+    ):
         hidden = model(torch.tensor(tokens, device=pool.device), torch.tensor(positions, device=pool.device), attend)
     for writer, row in zip(writers, ids):
         writer.segment.length += len(row)

@@ -85,7 +85,7 @@ class TextStream:
     def __init__(self, generator, turns: Turns | None = None, what: str = "stream"):
         self._generator, self._result = generator, None
         self._turn = nullcontext if turns is None else partial(turns, what)
-        self._turns = turns
+        self._turns, self._what = turns, what
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -94,7 +94,7 @@ class TextStream:
         try:
             piece = ""
             while not piece:  # a token without text of its own is a step too
-                with self._turn():
+                with self._turn(), memory_errors(self._what):
                     piece = next(self._generator)
             return piece
         except StopIteration as stop:
@@ -136,9 +136,8 @@ class TextStream:
 class Turns:
     """Whose turn it is on one engine. `with turns("decode"):` waits until no other thread computes; a turn within a turn goes on.
 
-    In a turn the handlers of signals wait for its end or the next `safe_point`, so that Ctrl-C finds nothing half done. What runs out
-    of memory ends as a MinipsError. Refused in a forked process: the threads that compute did not come along, and a turn taken by
-    one of them would never end.
+    In a turn the handlers of signals wait for its end or the next `safe_point`, so that Ctrl-C finds nothing half done. Refused in
+    a forked process: the threads that compute did not come along, and a turn taken by one of them would never end.
     """
 
     def __init__(self):
@@ -167,8 +166,7 @@ class Turns:
                 self._waiting.discard(thread)
                 outer, self._owner = self._owner, thread
                 try:
-                    with memory_errors(what):
-                        yield
+                    yield
                 finally:
                     self._owner = outer
         finally:
@@ -201,7 +199,7 @@ def in_turn(method: Callable) -> Callable:
 
     @wraps(method)
     def call(self, *arguments: object, **named: object) -> object:
-        with self.turns(method.__name__):
+        with self.turns(method.__name__), memory_errors(method.__name__):
             return method(self, *arguments, **named)
 
     return call
@@ -266,18 +264,25 @@ def safe_point() -> None:
                 holder.deliver()
 
 
-@contextmanager
-def memory_errors(what: str) -> Iterator[None]:
-    """Running out of memory, on whatever device, as one MinipsError that holds on to nothing."""
-    try:
-        yield
-        return
-    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+class memory_errors:
+    """A block in which running out of memory, on whatever device, becomes one MinipsError that holds on to no tensor.
+
+    No `contextmanager`: its frames would keep the traceback, and with it what took the memory, as long as the error lives.
+    """
+
+    def __init__(self, what: str):
+        self.what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         text = str(error)
-        if not isinstance(error, MemoryError) and "out of memory" not in text and "can't allocate memory" not in text:
-            raise
-        error.__traceback__ = None  # its frames hold the tensors that took the memory
-        reason = f" ({text.splitlines()[0][:200]})" if text else ""
-    raise MinipsError(
-        f"{what}: out of memory{reason}; its pages are free again: fewer or shorter branches, or a smaller max_kv_tokens, may fit"
-    )
+        told = isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
+        if told or isinstance(error, MemoryError):  # torch.OutOfMemoryError is a RuntimeError
+            error.__traceback__ = None
+            del traceback
+            reason = f" ({text.splitlines()[0][:200]})" if text else ""
+            raise MinipsError(
+                f"{self.what}: out of memory{reason}; its pages are free again, and fewer or shorter branches may fit"
+            ) from None

@@ -215,8 +215,8 @@ class Synthesizer:
         started = time.perf_counter()
         if len(contexts) != len(prompts):
             raise MinipsError(f"generate_batch: {len(contexts)} contexts but {len(prompts)} prompts, expected one each")
-        ids = [self._prompt_ids(context, prompt) for context, prompt in zip(contexts, prompts)]
         with self.turns("generate_batch"):
+            ids = [self._prompt_ids(context, prompt) for context, prompt in zip(contexts, prompts)]
             children = [context.branch.child() for context in contexts]
         found = answer_batch(self.engine, children, ids, params, self.model, started, self.valid_vocab, targets)
         for result, context in zip(found, contexts):

@@ -85,6 +85,16 @@ def test_a_stream_lets_other_threads_compute_in_between():
     assert in_threads(read, ask) == [None, None] and seen == ["asked", "stream"]
 
 
+def test_one_branch_is_decoded_by_one_thread_at_a_time():
+    engine = tiny_engine()
+    for _ in range(5):
+        branch, start = engine.prefill(PREFIX), threading.Barrier(4)
+        found = in_threads(*[lambda: start.wait() < 9 and engine.decode([branch], PARAMS)] * 4)
+        done = sum(result == [branch] for result in found)
+        assert 1 <= done and all(result == [branch] or "being decoded just now" in str(result) for result in found)
+        assert branch.num_cached == branch.num_tokens == len(PREFIX) + 8 * done and engine.check()
+
+
 def test_a_callback_may_wait_for_another_thread_that_uses_the_engine():
     engine = tiny_engine()
     branches = engine.fork(engine.prefill(PREFIX), OWNS)
