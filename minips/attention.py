@@ -1,6 +1,7 @@
 """Attention of a ragged batch over the paged KV cache. Causality goes by slot order, never by position.
 
-Backend `gather`: each row's slots, in order, become one key and value sequence (a view where they are one run), then SDPA.
+`GatherAttention`: each row's slots, in order, become one key and value sequence (a view where they are one run), then SDPA.
+`TableAttention`: one new token a row and all shapes fixed, for steps that are captured once and replayed.
 Only filled slots are ever read, so junk in recycled pages cannot matter.
 """
 
@@ -92,6 +93,33 @@ class GatherAttention:
             enable_gqa=True,
         )
         return out[0].transpose(0, 1)
+
+
+class TableAttention:
+    """Decode attention whose shapes do not depend on lengths: a gather of whole tables, then one SDPA with a mask for all rows.
+
+    A gather, not FlexAttention over the pages: it is the same on every device, reads 8-bit pages too, and takes any number of heads
+    a KV head; it costs a copy of what a step attends, which the weights of a step outweigh.
+
+    table: int64 [rows, width], the slots of each row in order; from `lengths` on anything. lengths: int64 [rows], the new token counted.
+    """
+
+    def __init__(self, keys: list[Store], values: list[Store], table: Tensor, lengths: Tensor):
+        self.keys, self.values = keys, values
+        seen = torch.arange(table.shape[1], device=table.device) < lengths[:, None]
+        self.write_slots = table.gather(1, lengths[:, None] - 1)[:, 0]
+        self.slots = torch.where(seen, table, table[:, :1]).flatten()  # a weight of 0 times the junk of an unfilled slot may be NaN
+        self.mask = seen[:, None, None]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [rows, heads, head_dim]; k, v [rows, kv_heads, head_dim], rotated already -> [rows, heads, head_dim]."""
+        write(self.keys[layer], self.write_slots, k)
+        write(self.values[layer], self.write_slots, v)
+        dtype, q = q.dtype, mixed_as(self.keys[layer], q)
+        keys, values = read_mixed(self.keys[layer], self.slots, q.dtype), read(self.values[layer], self.slots, q.dtype)
+        keys, values = (x.unflatten(0, (len(q), -1)).transpose(1, 2) for x in (keys, values))  # [rows, kv_heads, width, head_dim]
+        grouped = q.unflatten(1, (keys.shape[1], -1))
+        return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self.mask).flatten(1, 2).to(dtype)
 
 
 def _reweighted(q: Tensor, keys: Tensor, values: Tensor, reweight: Reweight, mask: Tensor | None) -> Tensor:

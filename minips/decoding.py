@@ -6,6 +6,7 @@ them back on `abort`, so that a refused or broken call leaves the cache as it wa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -158,10 +159,12 @@ class DecodeRow:
         valid_vocab: int,
         tokenizer: Tokenizer | None,
         label: int = 0,
+        graphs: object | None = None,
     ):
         if params.stop and tokenizer is None:
             raise MinipsError("SamplingParams: stop strings need a tokenizer, and this model folder has no tokenizer.json")
         self.writer, self.params, self.limit, self.stop_ids, self.label = writer, params, limit, stop_ids, label
+        self.graphs = graphs  # the engine's `DecodeGraphs`, where it has them
         self.sampler = RowSampler(params, stream, writer.branch.token_ids, writer.branch.next_logits.shape[-1], valid_vocab)
         self.decoder = StreamDecoder(tokenizer, params.stop) if tokenizer is not None else None
         self.ids: list[int] = []
@@ -176,8 +179,13 @@ class DecodeRow:
     def text(self) -> str:
         return self.decoder.text if self.decoder is not None else ""
 
-    def take(self, token: int, logits: Tensor) -> tuple[int | None, str]:
-        """Account for one sampled token -> (token or None where it ended the row, new text)."""
+    @property
+    def needs_logits(self) -> bool:
+        """Whether each token needs more than its own choice from the logits, or is chosen by what the tokens before it were."""
+        return self.params.repetition_penalty != 1.0 or self.logprobs is not None or self.logits is not None
+
+    def take(self, token: int, logits: Tensor | None) -> tuple[int | None, str]:
+        """Account for one sampled token -> (token or None where it ended the row, new text). logits: its own, if `needs_logits`."""
         if self.logits is not None:
             self.logits.append(logits)
         if token in self.stop_ids:
@@ -213,13 +221,16 @@ def decode_rows(model: Model, rows: Sequence[DecodeRow], drain: bool) -> Iterato
     Finished rows leave the batch. With `drain` each first has its last token cached (a stop token as a spare one), so that
     the branch can go on; without, the last token's K/V is not computed.
     """
-    logits = torch.stack([row.last_logits for row in rows])
-    active = list(range(len(rows)))
-    for index, row in enumerate(rows):
+    for row in rows:
         if row.limit == 0:
             row.finish_reason = row.ended = "length"
-    keep = [at for at, index in enumerate(active) if rows[index].finish_reason is None]
-    active, logits = [active[at] for at in keep], logits[keep]
+    active = [index for index, row in enumerate(rows) if row.finish_reason is None]
+    if not active:
+        return
+    logits = torch.stack([rows[index].last_logits for index in active])
+    if rows[0].graphs is not None and not any(row.needs_logits for row in rows):
+        yield from _decode_ahead(model, rows, active, logits, drain)
+        return
     while active:
         tokens = sample(logits, [rows[index].sampler for index in active], [rows[index].label for index in active])
         feeding: list[tuple[int, int]] = []
@@ -235,9 +246,7 @@ def decode_rows(model: Model, rows: Sequence[DecodeRow], drain: bool) -> Iterato
                 feeding.append((index, token))
         if not feeding:
             break
-        hidden = _forward(model, [rows[index].writer for index, _ in feeding], [[token] for _, token in feeding])
-        with torch.no_grad():
-            logits = model.logits(hidden)
+        logits = _next_logits(model, [rows[index] for index, _ in feeding], [token for _, token in feeding])
         keep = []
         for at, (index, token) in enumerate(feeding):
             row = rows[index]
@@ -250,3 +259,60 @@ def decode_rows(model: Model, rows: Sequence[DecodeRow], drain: bool) -> Iterato
                 if row.logits is not None:
                     row.logits.append(row.last_logits)
         active, logits = [feeding[at][0] for at in keep], logits[keep]
+
+
+def _decode_ahead(
+    model: Model, rows: Sequence[DecodeRow], active: list[int], logits: Tensor, drain: bool
+) -> Iterator[tuple[int, int | None, str]]:
+    """As `decode_rows`, a step ahead: tokens are chosen on the device, and the step that they go into starts before the host reads them.
+
+    So a row that its text or a stop token ends has been fed once more by the time that is known: into a page that was reserved
+    for it, and as `drain` asks. A row that `limit` ends is known beforehand. logits: fp32 [n, vocab] of the `active` rows.
+    """
+    graphs = rows[0].graphs
+    chosen = graphs.choose(logits, [rows[index].sampler for index in active])
+    places = list(range(len(active)))  # of the active rows in `chosen` and `logits`
+    while active:
+        feeding = [at for at, index in enumerate(active) if drain or len(rows[index].ids) + 1 < rows[index].limit]
+        fed = [rows[active[at]] for at in feeding]
+        if feeding:
+            new_logits = _next_logits(model, fed, graphs.select(chosen.tokens, [places[at] for at in feeding]))
+            upcoming = graphs.choose(new_logits, [row.sampler for row in fed])
+        found, peaks = chosen.wait()
+        if not all(math.isfinite(peaks[place]) for place in places):
+            sample(logits[places], [rows[index].sampler for index in active], [rows[index].label for index in active])  # says which one
+        for at, (index, place) in enumerate(zip(active, places)):
+            row, token = rows[index], found[place]
+            row.sampler.record(token)
+            kept, piece = row.take(token, None)
+            yield index, kept, piece
+            if row.ended == "stop":
+                row.last_logits, row.stop_token = logits[place].clone(), token if drain else None
+            elif row.ended == "length" and drain:
+                row.last_logits = new_logits[feeding.index(at)].clone()
+        places = [place for place, row in enumerate(fed) if row.finish_reason is None]
+        active = [active[feeding[place]] for place in places]
+        if active:
+            chosen, logits = upcoming, new_logits
+
+
+def _next_logits(model: Model, rows: Sequence[DecodeRow], tokens: Sequence[int] | Tensor) -> Tensor:
+    """Feed one token a row, by a captured graph where one covers the step -> fp32 logits [n, vocab]."""
+    writers, graphs = [row.writer for row in rows], rows[0].graphs
+    if graphs is not None:
+        safe_point()
+        device = writers[0].pool.device
+        lengths = [writer.past + writer.segment.length + 1 for writer in writers]
+        with memory_errors(f"decoding {counted(len(writers), 'sequence')} of up to {max(lengths)} tokens on {device}"):
+            ids = tokens if isinstance(tokens, Tensor) else torch.tensor(tokens, device=device)
+            positions = [writer.positions(1)[0] for writer in writers]
+            slots = [writer.slots for writer in writers]
+            plain = all(writer.branch.reweight is None for writer in writers)
+            logits = graphs.step(model, ids, positions, lengths, slots, plain)
+        if logits is not None:
+            for writer in writers:
+                writer.segment.length += 1
+            return logits
+    hidden = _forward(model, writers, [[int(token)] for token in tokens])
+    with torch.no_grad():
+        return model.logits(hidden)

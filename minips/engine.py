@@ -10,6 +10,7 @@ from .answering import answer, answer_batch, score_ids, work
 from .branch_files import load_branches, save_branches
 from .chat import ChatFormat, detect_format
 from .config import DEFAULT_MODEL, EngineConfig, ModelConfig, SamplingParams
+from .cuda_graph import DecodeGraphs
 from .decoding import DecodeRow, Writer, open_writers, prefill
 from .errors import MinipsError, RoomError
 from .hub import resolve_model
@@ -38,6 +39,8 @@ class Engine:
         chat: ChatFormat | None = None,
         settings: EngineConfig = EngineConfig(),
         folder: Path | None = None,
+        cuda_graphs: bool | None = None,
+        compile: bool = False,
     ):
         self.model, self.config, self.tokenizer, self.chat = model, config, tokenizer, chat
         self.settings, self.folder = settings, folder
@@ -56,6 +59,13 @@ class Engine:
             tokens = (pages - 1) * settings.page_size
             size = tokens * self.kv_bytes_per_token / 2**30
             raise MinipsError(f"KV cache: {tokens} tokens ({size:.4g} GiB) cannot be allocated; lower max_kv_tokens") from None
+        on_cuda = self.device.type == "cuda"
+        if not on_cuda and (cuda_graphs or compile) or compile and cuda_graphs is False:
+            name = "compile" if compile else "cuda_graphs"
+            raise MinipsError(
+                f"{name}: decode steps are captured on CUDA only, this engine runs on {self.device} without graphs; leave it off"
+            )
+        self.graphs = DecodeGraphs(self.pool, compile=compile) if on_cuda and cuda_graphs is not False else None
         self.valid_vocab = min(config.vocab_size, tokenizer.vocab_size) if tokenizer is not None else config.vocab_size
         self.stop_ids = frozenset(tokenizer.eos_token_ids if tokenizer is not None else config.eos_token_ids)
         self.counters = dict.fromkeys(("prefilled_tokens", "decoded_tokens", "reused_tokens", "rerotated_tokens", "copied_tokens"), 0)
@@ -75,13 +85,16 @@ class Engine:
         max_kv_tokens: int | None = None,
         max_device_kv_bytes: int | None = None,
         quantize: str = "none",
+        cuda_graphs: bool | None = None,
+        compile: bool = False,
         debug: bool = False,
         progress: bool = False,
     ) -> Engine:
         """Load a model by name, folder or hub id. dtype auto is the stored one; device auto takes CUDA where there is one.
 
         quantize: int8 or int4 for weights in fewer bits (see quantize.py). max_device_kv_bytes: so large is the KV cache on the device;
-        branches that a call does not need are parked in host memory when it is full.
+        branches that a call does not need are parked in host memory when it is full. cuda_graphs: decode by captured steps (default: on
+        CUDA); compile: with compiled kernels inside.
         """
         folder = resolve_model(str(model), progress=progress)
         config = ModelConfig.from_folder(folder)
@@ -97,7 +110,8 @@ class Engine:
             network.pack()
         else:
             quantize_model(network, quantize)
-        return cls(network, config, tokenizer=tokenizer, chat=chat, settings=settings, folder=folder)
+        graphs = {"cuda_graphs": cuda_graphs, "compile": compile}
+        return cls(network, config, tokenizer=tokenizer, chat=chat, settings=settings, folder=folder, **graphs)
 
     @property
     def fingerprint(self) -> str:
@@ -238,7 +252,7 @@ class Engine:
         """A row for `decode_rows`; `stream` and `label` as in `RowSampler` and `sample`."""
         valid_vocab = self.valid_vocab if valid_vocab is None else valid_vocab
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.stop_ids)
-        return DecodeRow(writer, params, stream, limit, stop_ids, valid_vocab, self.tokenizer, label)
+        return DecodeRow(writer, params, stream, limit, stop_ids, valid_vocab, self.tokenizer, label, self.graphs)
 
     def token_limit(self, next_position: int, params: SamplingParams) -> int:
         """New tokens that may be made: each needs a position of its own below the model's limit."""
