@@ -268,7 +268,7 @@ class _Content:
             ("turn", data.get("turn") in _TURNS, f"one of {_TURNS}"),
             ("raw", isinstance(data.get("raw"), bool), "true or false"),
         ):
-            if not fine:
+            if not fine or name not in data:
                 raise self.fail(name, expected)
 
     def _check_tensors(self) -> None:

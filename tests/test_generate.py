@@ -86,7 +86,7 @@ def test_bad_usage_is_exit_code_2(capsys, argv):
         (["--device", "cuda:7"], "cuda:7"),
         (["--page-size", "0"], "--page-size is 0"),
         (["--max-kv-tokens", "100"], "a run of 2 workers and a synthesizer needs"),
-        (["--workers", "5000"], "a run of 5000 workers and a synthesizer needs"),
+        (["--workers", "20000"], "a run of 20000 workers and a synthesizer needs"),
         (["--adapter", "nonsense"], "adapter 'nonsense' was not found"),
     ],
 )
