@@ -88,7 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("task", metavar="TASK", nargs="?", help="the question or task; - reads it from standard input")
     add("--model", help=f"name, folder or hub id (default: {DEFAULT_MODEL})")
-    add("--adapter", metavar="NAME", help="mapper and LoRA of the synthesizer: name, folder or hub id (default: base weights)")
+    add("--adapter", metavar="NAME", help="mapper and LoRA of the synthesizer: name, folder, hub id or none (default: the shipped one)")
     add("--workers", type=int, metavar="M", help=f"number of workers (default: {WORKERS}, or one for each --worker-prompt)")
     add("--worker-prompt", action="append", default=[], metavar="TEXT", help="what one worker is told besides the task; repeatable")
     add("--prompt", metavar="TEXT", help="what the synthesizer is asked (default: restates the task)")
@@ -146,6 +146,7 @@ def workflow_of(args: argparse.Namespace) -> dict:
         data, where = {"prefix": task, "branches": branches}, "arguments"
     for name, places in PLACES.items():
         if (value := getattr(args, name)) is not None:
+            value = None if (name, value) == ("adapter", "none") else value
             for place in places[-1:] if "load_branches" in data else places:  # of the answer alone where no worker runs
                 put(data, place.split("."), value)
     for name, value in merge_options(args.merge).items():
@@ -211,7 +212,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise MinipsError(f"--load-branches needs a TASK, which is restated, or --prompt, which is put as it is; {found} was given")
     if args.save_branches is not None:
         check_new_folder(args.save_branches, "--save-branches")
-    if args.adapter is not None and args.method not in (None, "parallel"):
+    if args.adapter not in (None, "none") and args.method not in (None, "parallel"):
         raise MinipsError(f"--adapter is given, but --method {args.method} uses none")
 
 

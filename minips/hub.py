@@ -18,6 +18,7 @@ from pathlib import Path
 from .config import DEFAULT_MODEL
 from .errors import MinipsError, brief
 from .gguf_convert import convert_gguf
+from .shipped import weights_folders
 from .weights import INDEX, SINGLE
 
 # The default model travels as a package: SmolLM2-135M-Instruct (Apache-2.0), four-bit GGUF. It is never installed.
@@ -51,7 +52,7 @@ def resolve_model(name: str, *, progress: bool = True) -> Path:
     if name == DEFAULT_MODEL:
         return _default_model(progress)
     tried = ["a local folder", f"the default model {DEFAULT_MODEL!r}"]
-    for weights in dict.fromkeys((Path(__file__).resolve().parent.parent / "weights", Path.cwd() / "weights")):
+    for weights in weights_folders():
         tried.append(f"{weights}{os.sep}")
         if not local.is_absolute() and ".." not in local.parts and (weights / name / "config.json").is_file():
             return weights / name
@@ -69,7 +70,7 @@ def resolve_adapter(name: str, *, progress: bool = True) -> Path:
     if local.is_dir():
         return local
     if name.strip() and not local.is_absolute() and ".." not in local.parts:
-        for weights in dict.fromkeys((Path(__file__).resolve().parent.parent / "weights", Path.cwd() / "weights")):
+        for weights in weights_folders():
             if (weights / name).is_dir():
                 return weights / name
     if _HUB_ID.fullmatch(name):

@@ -17,6 +17,7 @@ from pathlib import Path
 from .chat import default_prompt
 from .config import DEFAULT_MODEL, MergeOptions, SamplingParams
 from .errors import MinipsError, brief
+from .shipped import shipped_adapter
 from .workflow_checks import (
     ENGINE_FIELDS,
     MAX_WORKERS,
@@ -163,7 +164,7 @@ def complete(data: dict, where: str = "workflow") -> dict:
     count = sum(check_branch(branch, f"{at}branches[{index}]") for index, branch in enumerate(branches))
     if count > MAX_WORKERS:
         raise MinipsError(f"{at}branches stand for {count} workers, expected at most {MAX_WORKERS}")
-    synthesizer = _complete_synthesizer(data.get("synthesizer", {}), at, method, prefix)
+    synthesizer = _complete_synthesizer(data.get("synthesizer", {}), at, model, method, prefix)
     if method in TEXT_METHODS and not (isinstance(synthesizer["prompt"], str) and (messages or isinstance(prefix, str))):
         raise MinipsError(f"{at}method {method} needs a synthesizer.prompt of text and a prefix of text or messages")
     given = [f"{at}branches[{i}]" for i, branch in enumerate(branches) if "output" in branch.get("turns", [branch])[-1]]
@@ -181,10 +182,11 @@ def _complete_loaded(data: dict, at: str, method: str) -> dict:
             raise MinipsError(f"{at}load_branches and {name} cannot be combined: saved branches are read, no workers run")
     if method in (*TEXT_METHODS, "best-of-n"):
         fail(f"{at}method", method, "parallel, reuse or naive, because load_branches brings caches, not what workers write")
-    return {"load_branches": folder, "synthesizer": _complete_synthesizer(data.get("synthesizer", {}), at, method, [])}
+    synthesizer = _complete_synthesizer(data.get("synthesizer", {}), at, data.get("model", DEFAULT_MODEL), method, [])
+    return {"load_branches": folder, "synthesizer": synthesizer}
 
 
-def _complete_synthesizer(value: object, at: str, method: str, prefix: Prompt) -> dict:
+def _complete_synthesizer(value: object, at: str, model: str, method: str, prefix: Prompt) -> dict:
     where = f"{at}synthesizer"
     check_object(value, where, SYNTHESIZER_FIELDS)
     prompt = value.get("prompt")
@@ -204,12 +206,14 @@ def _complete_synthesizer(value: object, at: str, method: str, prefix: Prompt) -
     for name, forced in FORCED_MERGE.get(method, {}).items():
         if merge.get(name, forced) != forced:
             fail(f"{where}.merge.{name}", merge[name], f"{shown(forced)}, which is what method {method} means")
-    if adapter is None:  # an adapter brings options of its own
+    if adapter is None:  # an adapter brings options of its own; the shipped one has the defaults
         try:
             MergeOptions().changed(merge)
         except MinipsError as error:
             raise MinipsError(f"{where}.merge: {str(error).removeprefix('MergeOptions: ')}") from None
     sampling = {**ANSWER_SAMPLING, **check_sampling(value.get("sampling", {}), f"{where}.sampling")}
+    if "adapter" not in value and method == "parallel":
+        adapter = shipped_adapter(model)
     return {"prompt": prompt, "sampling": sampling, "adapter": adapter, "merge": merge}
 
 
@@ -226,7 +230,7 @@ def _with_seeds(data: dict) -> dict:
 
 
 def workers_of(data: dict) -> list[Worker]:
-    """What each worker of a completed workflow does, in order; none where branches are loaded. A row of `engine.decode` gets its seed as it stands here."""
+    """What each worker of a completed workflow does, in order; none where branches are loaded. Seeds of decoded rows stand here."""
     workers: list[Worker] = []
     for branch in data.get("branches", ()):
         count = branch.get("count", 1)

@@ -11,6 +11,7 @@ from minips.examples import __path__ as examples_path
 from minips.results import WorkerOutput
 from minips.running import SUMMARY_PROMPT, Span, run_workflow, vote, with_summaries
 from minips.screen import Screen
+from minips.shipped import DEFAULT_ADAPTER
 from minips.workflow import EXAMPLES, TOP_FIELDS, complete, example_names, read_workflow, spread, workers_of
 from minips.workflow_checks import (
     BRANCH_FIELDS,
@@ -272,3 +273,19 @@ def test_best_of_n_runs_and_refuses_silence():
     with pytest.raises(MinipsError, match="no worker wrote anything"):  # this model has no tokenizer, so all text is empty
         run(engine, data)
     assert engine.stats()["used_pages"] == 0 and engine.check()
+
+
+def test_the_shipped_adapter_is_used_with_its_model_alone(tmp_path, monkeypatch):
+    def adapter_of(**changes):
+        return complete({"prefix": "x", **changes})["synthesizer"]["adapter"]
+
+    monkeypatch.setattr("minips.shipped.weights_folders", lambda: [tmp_path])
+    assert adapter_of() is None  # not there
+    (tmp_path / DEFAULT_ADAPTER).mkdir()
+    (tmp_path / DEFAULT_ADAPTER / "minips.json").write_text("{}")
+    assert adapter_of() == DEFAULT_ADAPTER
+    assert adapter_of(synthesizer={"adapter": None}) is None
+    assert adapter_of(synthesizer={"adapter": "other"}) == "other"
+    assert adapter_of(model="another") is None and adapter_of(method="text") is None and adapter_of(method="reuse") is None
+    again = complete({"prefix": "x"})
+    assert complete(json.loads(json.dumps(again))) == again
