@@ -251,7 +251,7 @@ class _Content:
             numbers = (entry.get("length"), entry.get("start"), entry.get("moves"))
             fine = all(is_integer(number) and 0 <= number <= 2**31 for number in numbers)
             stop = entry.get("stop_token")
-            fine = fine and "stop_token" in entry and entry.get("role") in _ROLES and entry.get("ended") in _ENDS
+            fine = fine and {"ended", "stop_token"} <= entry.keys() and entry.get("role") in _ROLES and entry.get("ended") in _ENDS
             if not fine or not (stop is None or is_integer(stop) and 0 <= stop < vocab) or numbers[0] + numbers[1] > limit:
                 raise MinipsError(f"{self.path}: segment {brief(entry)} is not valid, expected a run of tokens within {limit} positions")
         if sum(entry["length"] for entry in segments) != len(data["token_ids"]):
