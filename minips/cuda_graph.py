@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from weakref import WeakKeyDictionary, ref
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from .attention import TableAttention
 from .config import SamplingParams
+from .errors import counted
 from .kv_cache import KVPool
 from .kv_storage import Store
 from .model import Model
@@ -27,6 +29,7 @@ from .sampling import RowSampler
 ROWS = (1, 2, 4, 8, 16, 32)
 NARROWEST = 256  # slots of a row; wider tables are powers of two
 LARGEST = 1 << 19  # slots of a whole table: what a step of them gathers, 2 GiB a layer of Llama-3.1-8B, is there once for all graphs
+_FORMS = 256  # of the compiled step, one a graph; Dynamo would give up at eight
 _SHORT = 1 - 1e-6  # of a min_p threshold, as in `sampling`
 
 
@@ -128,10 +131,12 @@ class DecodeGraphs:
 
     def _captured(self, model: Model, rows: int, width: int) -> tuple[Inputs, Replay, Tensor]:
         if self._compiled:
-            print(f"compiling the decode step for {rows} rows of up to {width} tokens ...", file=sys.stderr, flush=True)
+            print(f"compiling the decode step for {counted(rows, 'row')} of up to {width} tokens ...", file=sys.stderr, flush=True)
         started = time.perf_counter()
         inputs = Inputs.padding(rows, width, self.pool.device)
-        replay, logits = self._capture(partial(_run, self._step, ref(model), self.pool.keys, self.pool.values, inputs), inputs)
+        step = partial(_run, self._step, ref(model), self.pool.keys, self.pool.values, inputs)
+        with torch._dynamo.config.patch(recompile_limit=_FORMS) if self._compiled else nullcontext():
+            replay, logits = self._capture(step, inputs)
         self.captures += 1
         if self._compiled:
             print(f"compiled in {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
