@@ -22,7 +22,7 @@ MAX_TEXT = 256 << 20  # bytes, far above any file that is not made to fill the m
 def read_text(path: Path) -> str:
     """The text of a plain file (a pipe would wait, a device never end); MinipsError names what cannot be read."""
     try:
-        if not (plain := Path(path).is_file()) and Path(path).exists() or Path(path).stat().st_size > MAX_TEXT:
+        if not (plain := Path(path).is_file()) and ("\0" in str(path) or Path(path).exists()) or Path(path).stat().st_size > MAX_TEXT:
             raise MinipsError(f"{path}: is {f'larger than {MAX_TEXT >> 20} MiB' if plain else 'no file'}")
         return Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -175,6 +175,7 @@ def test_methods_that_read_words_save_too_but_cannot_load(tmp_path, tiny, capsys
         (["x", "--save-branches", "n" * 5000], "File name too long"),
         (["x", "--save-branches", "a\0b"], "cannot be made"),
         (["x", "--load-branches", "{folder}/none"], "none/branches.json: no such file"),
+        (["x", "--load-branches", "a\0b"], "is no file"),
         (["x", "--load-branches", "{folder}/file"], "branches.json: cannot be read (Not a directory)"),
         (["--workflow", "{folder}/both.json"], "load_branches and prefix cannot be combined: saved branches are read, no workers run"),
         (["--workflow", "{folder}/loads.json", "--save-branches", "{folder}/e"], "--save-branches: the workflow loads branches"),
