@@ -17,9 +17,9 @@ from .config import SamplingParams
 from .errors import MinipsError, counted
 from .kv_cache import Branch, KVPool, Segment
 from .model import Model
-from .results import memory_errors, safe_point
 from .sampling import RowSampler, sample, token_logprobs
 from .tokenizer import StreamDecoder, Tokenizer
+from .turns import memory_errors, safe_point
 
 
 class Writer:

@@ -19,9 +19,10 @@ from .kv_storage import bytes_per_token, resolve_kv_dtype
 from .model import Model
 from .prompts import Prompt, Prompts
 from .quantize import quantize as quantize_model
-from .results import Result, Scores, TextStream, Turns, in_turn
+from .results import Result, Scores, TextStream
 from .sampling import params_for
 from .tokenizer import Tokenizer
+from .turns import Turns, in_turn
 from .weights import fingerprint, load_weights, resolve_device, resolve_dtype
 
 OnToken = Callable[[int, int | None, str], None]

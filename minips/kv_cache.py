@@ -7,10 +7,12 @@ open branches whose segments stand on that page.
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +22,7 @@ from .attention import Reweight
 from .config import EngineConfig
 from .errors import MinipsError, RoomError
 from .kv_storage import new_store, parts, read_parts, write_parts
+from .turns import HeldSignals
 
 
 @dataclass(eq=False)
@@ -288,9 +291,10 @@ class Branch:
         """Return the pages; a second close does nothing. Refused while the branch is being decoded."""
         if self.busy:
             raise MinipsError("a branch cannot be closed while it is being decoded; raise an exception in the callback to stop")
-        while self.segments:
-            self.pool.release(self.segments.pop().pages)
-        self.closed, self.next_logits = True, None
+        with nullcontext() if sys.is_finalizing() else HeldSignals():  # Ctrl-C between the two would lose pages
+            while self.segments:
+                self.pool.release(self.segments.pop().pages)
+            self.closed, self.next_logits = True, None
 
     def __enter__(self) -> Branch:
         return self

@@ -19,8 +19,9 @@ from .kv_cache import Branch
 from .lora import fold
 from .merge import apply_plan, plan_merge
 from .prompts import Prompt
-from .results import Result, Scores, TextStream, WorkerOutput, in_turn
+from .results import Result, Scores, TextStream, WorkerOutput
 from .sampling import params_for
+from .turns import in_turn
 
 
 class Context:

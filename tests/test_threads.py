@@ -10,7 +10,7 @@ import time
 import pytest
 
 from minips import MinipsError, SamplingParams, Synthesizer
-from minips.results import HeldSignals
+from minips.turns import HeldSignals
 from tests.support import OWNS, PREFIX, U, chat_engine, prompt_ids, tiny_engine
 
 PARAMS = SamplingParams(max_tokens=8, temperature=1.0, seed=3)
