@@ -27,7 +27,7 @@ from .model import Model
 from .sampling import RowSampler
 
 ROWS = (1, 2, 4, 8, 16, 32)
-NARROWEST = 256  # slots of a row; wider tables are powers of two
+NARROWEST = 256  # slots of a row; wider tables are powers of two and three quarters of them
 LARGEST = 1 << 19  # slots of a whole table: what a step of them gathers, 2 GiB a layer of Llama-3.1-8B, is there once for all graphs
 _FORMS = 256  # of the compiled step, one a graph; Dynamo would give up at eight
 _SHORT = 1 - 1e-6  # of a min_p threshold, as in `sampling`
@@ -67,19 +67,18 @@ class CudaCapture:
     """Captures a step as a CUDA graph. All captures share one private memory pool: they are replayed one after the other."""
 
     def __init__(self, device: torch.device):
-        self.device, self.memory = device, torch.cuda.graph_pool_handle()
+        self.device, self.stream, self.memory = device, torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
     def __call__(self, step: Callable[[], Tensor], inputs: Inputs) -> tuple[Replay, Tensor]:
         """-> what replays the step on whatever `inputs` hold by then, and the tensor that its result is written to each time."""
         with torch.cuda.device(self.device):
-            aside = torch.cuda.Stream()
-            aside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(aside):
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
                 for _ in range(2):  # libraries set themselves up in their first calls, which cannot be captured
                     step()
-            torch.cuda.current_stream().wait_stream(aside)
+            torch.cuda.current_stream().wait_stream(self.stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.memory, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self.memory, stream=self.stream, capture_error_mode="thread_local"):
                 result = step()
         return graph.replay, result
 
@@ -104,6 +103,8 @@ class DecodeGraphs:
         """Rows and width of the graph for rows of these lengths; None where none is that large."""
         rows = next((rows for rows in ROWS if rows >= len(lengths)), None)
         width = max(NARROWEST, 1 << (max(lengths) - 1).bit_length())
+        if max(lengths) <= width * 3 // 4 >= NARROWEST:
+            width = width * 3 // 4
         return None if rows is None or rows * width > LARGEST else (rows, width)
 
     @torch.no_grad()

@@ -136,12 +136,12 @@ def test_one_capture_for_each_bucket_and_weight_set():
     engine = graphed(tiny_engine())
     graphs, params = engine.graphs, SamplingParams(max_tokens=10, ignore_eos=True)
     decoded(engine, params, 3)  # prefix 10, own 1 to 7, then 10 more: at most 27 tokens
-    assert set(graphs._graphs[engine.model]) == {(4, 32)} and graphs.captures == 1
+    assert set(graphs._graphs[engine.model]) == {(4, 24), (4, 32)} and graphs.captures == 2
     decoded(engine, params, 4)
     decoded(engine, params, 3)
-    assert graphs.captures == 1 and graphs.replays == 30
+    assert graphs.captures == 2 and graphs.replays == 30
     decoded(engine, params, 1)
-    assert set(graphs._graphs[engine.model]) == {(4, 32), (1, 16), (1, 32)} and graphs.captures == 3
+    assert set(graphs._graphs[engine.model]) == {(4, 24), (4, 32), (1, 16), (1, 24)} and graphs.captures == 4
 
 
 def test_more_rows_than_the_largest_bucket_run_eagerly():
