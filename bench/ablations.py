@@ -19,9 +19,9 @@ from pathlib import Path
 from quality import grid, read, value, write_between
 
 from minips import Engine, MinipsError
-from minips.config import read_json
 from minips.corpus.mixture import load_mixture
 from minips.evaluate import main as evaluate
+from minips.reading import read_json
 from minips.training.config import TrainConfig
 from minips.training.trainer import Example, Trainer
 

@@ -20,12 +20,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .config import MergeOptions, ModelConfig, is_integer, read_json
+from .config import MergeOptions, ModelConfig
 from .errors import MinipsError, brief, in_one_line
 from .files import write_folder, write_json
 from .lora import LoraAdapter, read_lora
 from .mapper import CacheMapper, MapperConfig
 from .model import Model
+from .reading import is_integer, read_json
 from .weights import open_safetensors
 
 FORMAT = 1

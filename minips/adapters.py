@@ -23,13 +23,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from . import adapter as files
-from .config import DEFAULT_MODEL, MergeOptions, ModelConfig, read_json
+from .config import DEFAULT_MODEL, MergeOptions, ModelConfig
 from .errors import MinipsError, brief, in_one_line
 from .hub import resolve_adapter, resolve_model
 from .lora import check_lora_config, is_base_rows, split_key
 from .mapper import CacheMapper, MapperConfig
 from .model import Model
-from .weights import STORED_BYTES, fingerprint, load_weights, open_safetensors, resolve_dtype
+from .reading import read_json
+from .weights import (
+    STORED_BYTES,
+    fingerprint,
+    load_weights,
+    open_safetensors,
+    resolve_dtype,
+)
 
 MISSING = ("error", "copy", "zero")
 SIDES = ("a", "b", "none")

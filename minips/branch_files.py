@@ -20,11 +20,21 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .config import is_integer, read_json
 from .errors import MinipsError, brief
 from .files import write_folder, write_json
 from .kv_cache import Branch, KVPool, Segment, shared_prefix
-from .kv_storage import FP8, LARGEST, Quantized, Store, dequantise, mix, read_parts, write, write_parts
+from .kv_storage import (
+    FP8,
+    LARGEST,
+    Quantized,
+    Store,
+    dequantise,
+    mix,
+    read_parts,
+    write,
+    write_parts,
+)
+from .reading import is_integer, read_json
 from .rope import apply_rope
 from .weights import open_safetensors
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .config import read_json
 from .errors import MinipsError
+from .reading import read_json
 from .tokenizer import Tokenizer
 
 ROLES = ("system", "user", "assistant", "tool")

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from .chat import default_prompt, require_format
-from .config import SamplingParams, is_integer
+from .config import SamplingParams
 from .errors import MinipsError, counted
+from .reading import is_integer
 from .results import Result, WorkerOutput
 from .screen import Screen
 

@@ -17,10 +17,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from .config import DEFAULT_MODEL, SamplingParams, is_integer, read_json
+from .config import DEFAULT_MODEL, SamplingParams
 from .corpus.mixture import load_mixture, read_examples
 from .engine import Engine
 from .errors import MinipsError, RoomError, brief
+from .reading import is_integer, read_json
 from .training.encoding import Example, as_text, ids_of, text_of
 
 

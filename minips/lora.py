@@ -15,9 +15,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from .config import read_json
 from .errors import MinipsError, brief, in_one_line
 from .model import Model
+from .reading import read_json
 from .weights import expected_shapes, open_safetensors
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

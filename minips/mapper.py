@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .config import is_integer
 from .errors import MinipsError, brief
+from .reading import is_integer
 
 KINDS = ("none", "affine", "linear", "low_rank", "normalize")
 KEY_SPACES = ("unrotated", "rotated")

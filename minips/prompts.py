@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from .chat import ChatFormat, require_format
-from .config import ModelConfig, is_integer
+from .config import ModelConfig
 from .errors import MinipsError
 from .kv_cache import Branch
+from .reading import is_integer
 from .tokenizer import Tokenizer
 
 Prompt = str | list

@@ -16,8 +16,9 @@ from typing import Any
 
 import tokenizers
 
-from .config import ModelConfig, is_integer, read_json, read_text
+from .config import ModelConfig
 from .errors import MinipsError, brief, in_one_line
+from .reading import is_integer, read_json, read_text
 
 # Chat markers count as special even where a tokenizer.json forgets to say so: content must never become one.
 MARKERS = (

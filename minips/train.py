@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 
 from .adapters import merge_adapters
-from .config import read_json
 from .corpus.mixture import load_mixture
 from .engine import Engine
 from .errors import MinipsError, brief
+from .reading import read_json
 from .training.config import TrainConfig
 from .training.curve import read_log, write_plot
 from .training.trainer import LOG, Trainer

@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from .config import ModelConfig, read_json
+from .config import ModelConfig
 from .errors import MinipsError, brief, in_one_line
+from .reading import read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

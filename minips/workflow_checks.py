@@ -7,8 +7,17 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from .chat import ROLES
-from .config import ANCHORS, KEEP_TURNS, LAYOUTS, PROFILES, EngineConfig, MergeOptions, SamplingParams, is_integer
+from .config import (
+    ANCHORS,
+    KEEP_TURNS,
+    LAYOUTS,
+    PROFILES,
+    EngineConfig,
+    MergeOptions,
+    SamplingParams,
+)
 from .errors import MinipsError, brief
+from .reading import is_integer
 
 MAX_WORKERS = 65536
 SAMPLING_FIELDS = (

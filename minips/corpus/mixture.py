@@ -8,8 +8,8 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from ..config import is_integer
 from ..errors import MinipsError, brief
+from ..reading import is_integer
 from ..training.encoding import Example
 from . import context, sources
 from .entry import MOST_BRANCHES, DataSet

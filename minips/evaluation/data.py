@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from ..config import is_integer
 from ..errors import MinipsError, brief
+from ..reading import is_integer
 from .example import Example
 
 SUFFIXES = (".jsonl.gz", ".jsonl", ".csv", ".csv.gz")

@@ -12,8 +12,8 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from ..config import is_integer, read_json
 from ..errors import MinipsError, brief
+from ..reading import is_integer, read_json
 
 SWEEP, ATTENTION, SELF_CHECK = "sweep.json", "attention.json", "self_check.json"
 

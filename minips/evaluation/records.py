@@ -17,9 +17,9 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from ..config import is_integer, read_json
 from ..errors import MinipsError, brief
 from ..files import write_beside
+from ..reading import is_integer, read_json
 
 try:
     import fcntl

@@ -10,9 +10,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..config import read_json
 from ..errors import MinipsError
 from ..files import write_beside
+from ..reading import read_json
 from .document import Block, Heading, Image, Strong, Table, Text, to_html, to_markdown
 from .measurements import read_attention, read_self_check, read_sweep
 from .plots import PLOTS

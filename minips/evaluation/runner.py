@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from ..config import SamplingParams, is_integer
+from ..config import SamplingParams
 from ..engine import Engine
 from ..errors import MinipsError, RoomError
+from ..reading import is_integer
 from ..results import Result
 from .agents import prepare
 from .data import held_out

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
-from ..config import is_integer
 from ..errors import MinipsError, brief
+from ..reading import is_integer
 from .calculator import calculate
 from .example import Example
 from .postgres import dsn_for, run_query

@@ -10,9 +10,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from ..config import is_integer, read_json
 from ..errors import MinipsError, brief
 from ..files import write_folder, write_json
+from ..reading import is_integer, read_json
 from .network import Network
 
 KEPT = 2

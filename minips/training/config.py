@@ -6,10 +6,11 @@ import math
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-from ..config import DEFAULT_MODEL, MergeOptions, is_integer, read_json
+from ..config import DEFAULT_MODEL, MergeOptions
 from ..errors import MinipsError, brief
 from ..lora import TARGETS
 from ..mapper import MapperConfig
+from ..reading import is_integer, read_json
 
 SCHEDULES = ("cosine", "constant")
 METHODS = ("parallel", "text", "text_turn")
