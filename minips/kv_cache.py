@@ -151,9 +151,13 @@ class KVPool:
     def _bring_back(self, segment: Segment, held: int) -> None:
         """From pinned memory layer by layer without waiting: what reads the pages comes later in the same stream."""
         pages = self.allocate(len(segment.host[0]))
-        index = torch.tensor(pages, device=self.device)
-        for part, kept in zip(self._parts(), segment.host):
-            part.index_copy_(0, index, kept.to(self.device, non_blocking=True))
+        try:
+            index = torch.tensor(pages, device=self.device)
+            for part, kept in zip(self._parts(), segment.host):
+                part.index_copy_(0, index, kept.to(self.device, non_blocking=True))
+        except BaseException:  # out of memory
+            self.release(pages)
+            raise
         segment.pages, segment.host = pages, None
         for _ in range(held - 1):
             self.retain(pages)
@@ -191,6 +195,14 @@ class KVPool:
             self.ref_count[page] -= 1
             if self.ref_count[page] == 0:
                 self._insert(page, 1)
+
+    def drop(self, branch: Branch) -> None:
+        """Take all its segments from a branch and give their pages back; refused while it is being decoded."""
+        if branch.busy:
+            raise MinipsError("a branch cannot be closed while it is being decoded; raise an exception in the callback to stop")
+        while branch.segments:
+            self.release(branch.segments.pop().pages)
+        branch.closed = True
 
     def _insert(self, first: int, count: int) -> None:
         at = bisect_left(self._free, (first, 0))
@@ -289,11 +301,8 @@ class Branch:
 
     def close(self) -> None:
         """Return the pages; a second close does nothing. Refused while the branch is being decoded."""
-        if self.busy:
-            raise MinipsError("a branch cannot be closed while it is being decoded; raise an exception in the callback to stop")
-        with nullcontext() if sys.is_finalizing() else HeldSignals():  # Ctrl-C between the two would lose pages
-            while self.segments:
-                self.pool.release(self.segments.pop().pages)
+        with nullcontext() if sys.is_finalizing() else HeldSignals():
+            self.pool.drop(self)
             self.closed, self.next_logits = True, None
 
     def __enter__(self) -> Branch:

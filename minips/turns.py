@@ -57,7 +57,7 @@ class Turns:
 
     def guard(self, pool) -> None:
         """Have the pool's books changed in turn too: a handle may be closed, or forgotten and collected, by any thread at any time."""
-        for name in ("allocate", "retain", "release"):
+        for name in ("allocate", "retain", "release", "drop"):
             setattr(pool, name, partial(self._change, getattr(type(pool), name), weakref.ref(pool)))
 
     def _change(self, change: Callable, place: weakref.ref, *arguments: object) -> list[int] | None:

@@ -1,6 +1,8 @@
 """A KV cache of bounded bytes: branches that no call needs are parked in host memory and come back, with the same tokens."""
 
 import random
+import threading
+import time
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from minips.branch_files import load_branches, save_branches
 from minips.config import EngineConfig
 from minips.engine import Engine
 from minips.errors import RoomError
+from minips.kv_cache import KVPool
 from tests.support import prompt_ids, tiny_engine
 
 PAGE = 4
@@ -147,6 +150,57 @@ def test_busy_branches_stay_and_parked_ones_can_be_closed():
     root.close()
     writing.close()
     assert engine.stats()["parked_pages"] == engine.stats()["used_pages"] == 0 and engine.check()
+
+
+@pytest.mark.parametrize("step", ["_park", "_bring_back"])
+def test_a_branch_closed_by_another_thread_while_its_pages_move(monkeypatch, step):
+    engine = bounded(16)
+    root = engine.prefill(prompt_ids(20))
+    (worker,) = engine.fork(root, [[1, 2]])
+    shared, closers, errors = root.segments[0], [], []
+    if step == "_bring_back":
+        engine.prefill(prompt_ids(58, 3)).close()
+    plain = getattr(KVPool, step)
+
+    def move(pool, segment, held):
+        if segment is shared and not closers:
+            closers.append(threading.Thread(target=root.close))
+            closers[0].start()
+            time.sleep(0.05)
+        plain(pool, segment, held)
+
+    monkeypatch.setattr(KVPool, step, move)
+    monkeypatch.setattr(threading, "excepthook", errors.append)
+    with engine.prefill(prompt_ids(58, 3)) if step == "_park" else engine.decode([worker], ANSWER)[0]:
+        closers[0].join(20)
+    worker.close()
+    assert not errors and engine.check() and engine.stats()["used_pages"] == 0
+
+
+@pytest.mark.parametrize("failing", range(4))
+def test_out_of_memory_while_pages_move_loses_none(monkeypatch, failing):
+    engine = bounded(16)
+    root = engine.prefill(prompt_ids(20))
+    plain = KVPool._parts
+
+    def parts(pool):
+        for index, part in enumerate(plain(pool)):
+            if index == failing:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+            yield part
+
+    for parked in (False, True):
+        if parked:
+            engine.prefill(prompt_ids(58, 3)).close()
+        with monkeypatch.context() as patch:
+            patch.setattr(KVPool, "_parts", parts)
+            with pytest.raises(MinipsError, match="out of memory"):
+                engine.decode([root], ANSWER) if parked else engine.prefill(prompt_ids(58, 3))
+        assert engine.check() and (root.segments[0].host is not None) == parked
+    wide = roomy()
+    assert engine.decode([root], ANSWER)[0].output_ids == wide.decode([wide.prefill(prompt_ids(20))], ANSWER)[0].output_ids
+    root.close()
+    assert engine.check() and engine.stats()["used_pages"] == 0
 
 
 def test_random_use_keeps_the_books():

@@ -10,6 +10,8 @@ import time
 import pytest
 
 from minips import MinipsError, SamplingParams, Synthesizer
+from minips.answering import work
+from minips.results import TextStream
 from minips.turns import HeldSignals
 from tests.support import OWNS, PREFIX, U, chat_engine, prompt_ids, tiny_engine
 
@@ -93,6 +95,31 @@ def test_one_branch_is_decoded_by_one_thread_at_a_time():
         done = sum(result == [branch] for result in found)
         assert 1 <= done and all(result == [branch] or "being decoded just now" in str(result) for result in found)
         assert branch.num_cached == branch.num_tokens == len(PREFIX) + 8 * done and engine.check()
+
+
+def test_closing_a_branch_waits_for_the_turn_of_another_thread():
+    """And is refused where that turn began to decode it: the pages of a row must not be anybody else's."""
+    engine = tiny_engine()
+    expected = engine.decode([engine.prefill(PREFIX)], PARAMS)[0].output_ids
+    for half in (False, True):
+        branch, found = engine.prefill(PREFIX), []
+        closer = threading.Thread(target=lambda: found.extend(in_threads(branch.close)), daemon=True)
+        steps = TextStream(work(engine, [branch], [PARAMS], True, True), engine.turns)
+        with engine.turns("a test"):
+            closer.start()
+            time.sleep(0.05)
+            if half:
+                next(steps, None)
+            else:
+                engine.decode([branch], PARAMS)
+        closer.join(20)
+        if half:
+            assert "cannot be closed while it is being decoded" in str(found[0]) and not branch.closed
+            for _ in steps:
+                pass
+        else:
+            assert found == [None] and branch.closed and not branch.segments
+        assert branch.output_ids == expected and engine.check()
 
 
 def test_a_callback_may_wait_for_another_thread_that_uses_the_engine():
