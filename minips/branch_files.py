@@ -23,17 +23,7 @@ from torch import Tensor
 from .errors import MinipsError, brief
 from .files import write_folder, write_json
 from .kv_cache import Branch, KVPool, Segment, shared_prefix
-from .kv_storage import (
-    FP8,
-    LARGEST,
-    Quantized,
-    Store,
-    dequantise,
-    mix,
-    read_parts,
-    write,
-    write_parts,
-)
+from .kv_storage import FP8, LARGEST, Quantized, Store, dequantise, mix, read, read_parts, write, write_parts
 from .reading import is_integer, read_json
 from .rope import apply_rope
 from .weights import open_safetensors
@@ -61,14 +51,22 @@ def save_branches(branches: Sequence[Branch], folder: str | Path, *, tokens: tup
     tokens: of a single branch, only its tokens [first, end); they come back as one output that stands where it stood, without a prefix
     of its own. Raises MinipsError where the folder exists, cannot be written, or a branch is closed.
     """
-    if not branches:
-        raise MinipsError("save_branches: no branches were given")
-    engine: Engine = (branches if isinstance(branches, Branch) else branches[0]).owner
+    folder = _folder(folder, "save_branches")
+    first = branches[0] if isinstance(branches, (list, tuple)) and branches else branches
+    if not isinstance(first, Branch):
+        raise MinipsError(f"save_branches: {'no branches were' if first in ([], ()) else brief(first) + ' was'} given, expected branches")
+    engine: Engine = first.owner
     branches = engine.check_branches(branches, "save_branches")
+    for index, branch in enumerate(branches):
+        end = branch.segments[-1].start + branch.segments[-1].length if branch.segments else branch.next_position
+        if branch.reweight is not None or end != branch.next_position:
+            raise MinipsError(f"save_branches: branch {index} is, or goes on from, a merged context; save the branches that were merged")
     prefix = shared_prefix(branches)
     ids = branches[0].token_ids[: sum(segment.length for segment in prefix)]
     head = {"fingerprint": engine.fingerprint, **_shape(engine.pool), "prefix_ids": ids}
     if tokens is not None:
+        if not isinstance(tokens, (list, tuple)) or len(tokens) != 2:
+            raise MinipsError(f"save_branches: tokens is {brief(tokens)}, expected two numbers (first, end)")
         own = [_cut(branches, *tokens)]
     else:
         own = [(branch.segments[len(prefix) :], _state(branch, len(ids))) for branch in branches]
@@ -94,7 +92,7 @@ def load_branches(
     token of each branch's own part at this position (keys are re-rotated once). force: take branches of other weights. Page size, KV dtype
     and device may be others than when they were saved. Raises MinipsError, before a page is taken, for whatever does not fit.
     """
-    folder = Path(folder)
+    folder = _folder(folder, "load_branches")
     files = _read_index(folder)
     if start is not None and not (is_integer(start) and start >= 0):
         raise MinipsError(f"load_branches: start is {start!r}, expected a position")
@@ -104,6 +102,7 @@ def load_branches(
     contents = [_Content(folder / name, engine, force) for name in files[1:]]
     for content in contents:
         content.check_prefix(shared, prefix)
+        content.shift(start)
     loaded = contents if prefix is not None or shared is None else [shared, *contents]
     engine.pool.require(
         sum(content.pages(engine.pool) for content in loaded), f"loading {len(contents)} branches", prefix.segments if prefix else ()
@@ -129,6 +128,12 @@ def load_branches(
         if prefix is None and root is not None:
             root.close()
     return made
+
+
+def _folder(folder: str | Path, call: str) -> Path:
+    if not isinstance(folder, (str, Path)):
+        raise MinipsError(f"{call}: folder is {brief(folder)}, expected a path")
+    return Path(folder)
 
 
 # Writing
@@ -317,12 +322,19 @@ class _Content:
             ]:
                 raise MinipsError(f"{self.path}: was made behind a prefix that stands at other positions than the given one")
 
-    def adopt_into(self, branch: Branch, start: int | None) -> None:
-        """Read K and V into fresh pages of `branch`; with `start`, moved so that the first token stands there."""
-        pool, entries = self.engine.pool, self.data["segments"]
+    def shift(self, start: int | None) -> int:
+        """Positions that `start` moves the branch's own part by; refused where one would be negative or beyond the model's limit."""
+        entries = self.data["segments"]
         delta = 0 if start is None or not entries else start - entries[0]["start"]
         end = max((entry["start"] + delta + entry["length"] for entry in entries), default=0)
         self.engine.check_positions(end, 0, f"load_branches: {self.path.name}, whose start is {start}," if delta else "load_branches")
+        if any(entry["start"] + delta < 0 for entry in entries):
+            raise MinipsError(f"{self.path}: a segment would start before position 0 where the first one starts at {start}")
+        return delta
+
+    def adopt_into(self, branch: Branch, start: int | None) -> None:
+        """Read K and V into fresh pages of `branch`; with `start`, moved so that the first token stands there."""
+        pool, entries, delta = self.engine.pool, self.data["segments"], self.shift(start)
         slots, at = [], 0
         for entry in entries:
             stored = _stored_entry(entry)
@@ -352,12 +364,12 @@ class _Content:
                 raise MinipsError(f"{self.path}: {name}.scale holds values that are not positive numbers")
             values = dequantise(tensor, scales, tensor.dtype)
             values = mix(values) if name.startswith("keys") else values
-        if not bool(torch.isfinite(values).all()):
-            raise MinipsError(f"{self.path}: {name} holds values that are not finite numbers")
         if isinstance(store, Quantized) and store.dtype == tensor.dtype and not delta:
             write_parts(store, slots, (tensor.view(store.codes.dtype), scales))
         else:
             write(store, slots, self._moved(values, delta))
+        if not bool(torch.isfinite(read(store, slots, torch.float32)).all()):  # what this cache's dtype cannot hold is infinite there
+            raise MinipsError(f"{self.path}: {name} holds values that are not finite numbers in a cache of {store.dtype}")
 
     def _moved(self, keys: Tensor, delta: int) -> Tensor:
         """Keys rotated by delta positions, in fp32; untouched where they stay."""

@@ -79,9 +79,9 @@ class Conversation:
 
     def reset(self) -> None:
         """Forget everything."""
-        if self.root is not None:
-            self.root.close()
-        self.root, self.turns, self.workers = None, 0, []
+        spent, self.root, self.turns, self.workers = self.root, None, 0, []
+        if spent is not None:
+            spent.close()
 
     def ask(self, question: str, screen: Screen) -> Result:
         """Answer one question on the screen and let the conversation go on from there.
@@ -112,9 +112,9 @@ class Conversation:
             screen.end_answer(self._figures(result, prefilled))
             engine.encode([reply], [answer])
             root = reply.child()
-        if self.root is not None:
-            self.root.close()
-        self.root, self.turns = root, self.turns + 1
+        spent, self.root, self.turns = self.root, root, self.turns + 1
+        if spent is not None:  # closed last: Ctrl-C takes effect at its end
+            spent.close()
         return result
 
     def _open(self, question: str) -> Branch:

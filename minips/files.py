@@ -25,7 +25,7 @@ def write_folder(folder: str | Path, fill: Callable[[Path], None]) -> Path:
         if folder.exists() or folder.is_symlink():
             raise MinipsError(f"{folder}: exists already, expected a new folder")
         folder.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        work = Path(tempfile.mkdtemp(prefix=f".{folder.name[:40]}.", dir=folder.parent))
         try:
             work.chmod(0o755)
             fill(work)
@@ -46,7 +46,7 @@ def write_beside(path: Path, content: str | bytes) -> None:
     content = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     name = None
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name[:40]}.", delete=False) as file:
             name = file.name
             file.write(content)
             file.flush()

@@ -66,15 +66,17 @@ class Turns:
             return []
         with self._lock, HeldSignals():
             if self._changing:  # a handle collected in the middle of a change gives its pages back after it
-                self._late.append(partial(self._change, change, place, *arguments))
+                self._late.append(partial(change, pool, *arguments))
                 return None
             self._changing = True
             try:
                 return change(pool, *arguments)
             finally:
-                self._changing = False
-                while self._late:
-                    self._late.popleft()()
+                try:
+                    while self._late:
+                        self._late.popleft()()
+                finally:
+                    self._changing = False
 
 
 def in_turn(method: Callable) -> Callable:

@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from minips import MinipsError, SamplingParams, Synthesizer
 from minips.branch_files import load_branches, save_branches
+from minips.config import EngineConfig
+from minips.engine import Engine
 from minips.rope import apply_rope
 
 from .support import OUTS, OWNS, PREFIX, U, branches_of, prompt_ids, relative_error, tiny_config, tiny_engine, u_logits
@@ -252,6 +254,52 @@ def test_what_cannot_be_saved_or_loaded_says_so(tmp_path):
     assert small.check() and not (tmp_path / "none").exists()
 
 
+@pytest.mark.parametrize("options", [{"layout": "parallel"}, {"branch_temperature": 0.5, "layout": "sequential"}])
+def test_a_merged_context_is_no_branch_to_save(tmp_path, options):
+    engine = tiny_engine()
+    with Synthesizer(engine, options=options).merge(branches_of(engine)) as context:
+        with pytest.raises(MinipsError, match="branch 0 is, or goes on from, a merged context"):
+            engine.save_branches([context.branch], tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize("dtype, kv_dtype", [(torch.float16, "auto"), (torch.float32, "int8"), (torch.float32, "fp8")])
+def test_values_too_large_for_this_cache_are_refused(tmp_path, dtype, kv_dtype):
+    live, base = tiny_engine(), tiny_engine(dtype=dtype)
+    save_branches(branches_of(live), tmp_path / "saved")
+    rewritten(tmp_path / "saved", lambda tensors, data: tensors["keys.1"].fill_(3e38) is None)
+    engine = Engine(base.model, base.config, settings=EngineConfig("cpu", "auto", kv_dtype, 4, 1200))
+    with pytest.raises(MinipsError, match=r"branch-001.safetensors: keys.1 holds values that are not finite numbers in a cache of torch\."):
+        load_branches(engine, tmp_path / "saved", force=True)
+    assert engine.check() and engine.stats()["used_pages"] == 0
+
+
+def test_a_segment_before_position_0_is_refused(tmp_path):
+    engine = tiny_engine()
+    save_branches(branches_of(engine), tmp_path / "saved")
+    rewritten(tmp_path / "saved", lambda tensors, data: data["segments"][0].update(start=200))
+    with pytest.raises(MinipsError, match="branch-001.safetensors: a segment would start before position 0"):
+        load_branches(engine, tmp_path / "saved", start=3)
+
+
+def test_arguments_of_the_wrong_kind_say_so(tmp_path):
+    engine = tiny_engine()
+    branch = branches_of(engine)[0]
+    for tokens in (5, (5,), (1, 2, 3), {}, "ab"):
+        with pytest.raises(MinipsError, match="tokens is .*, expected two numbers"):
+            engine.save_branches([branch], tmp_path / "saved", tokens=tokens)
+    for folder in (None, 5, b"x", ["x"]):
+        with pytest.raises(MinipsError, match="save_branches: folder is .*, expected a path"):
+            engine.save_branches([branch], folder)
+        with pytest.raises(MinipsError, match="load_branches: folder is .*, expected a path"):
+            engine.load_branches(folder)
+    for branches in (5, "x", [None], {}, iter([branch])):
+        with pytest.raises(MinipsError, match="was given, expected branches"):
+            save_branches(branches, tmp_path / "saved")
+    longest = tmp_path / ("n" * 255)  # the folder that it is written in first has a name too
+    assert engine.load_branches(engine.save_branches([branch], longest))[0].token_ids == branch.token_ids
+
+
 SCRIPT = """
 import sys
 from minips import Engine, SamplingParams, Synthesizer
@@ -263,8 +311,6 @@ print(out.token_ids, engine.stats()["prefilled_tokens"] == out.prefilled_tokens)
 
 
 def test_another_process_synthesizes(tmp_path, default_model):
-    from minips import Engine
-
     engine = Engine.from_pretrained(str(default_model))
     with engine.prefill("Name a fruit.") as root:
         branches = engine.decode(engine.fork(root, ["A red one.", "A long one."]), SamplingParams(max_tokens=6))

@@ -12,6 +12,7 @@ import pytest
 from minips import MinipsError, SamplingParams, Synthesizer
 from minips.chat import default_prompt
 from minips.chat_loop import ChatSettings, Conversation, chat
+from minips.kv_cache import Branch
 from minips.screen import Screen
 
 from .support import chat_engine
@@ -247,3 +248,24 @@ def test_ctrl_c_at_a_terminal_returns_to_the_prompt():
     os.write(parent, b"\x04")
     assert process.wait(60) == 0 and b"Traceback" not in seen
     os.close(parent)
+
+
+def test_ctrl_c_while_the_old_root_is_closed_leaves_a_conversation(monkeypatch):
+    """It takes effect at the end of that close; the next question must find a root that is open."""
+    engine = chat_engine()
+    with Conversation(engine, Synthesizer(engine), SHORT) as conversation:
+        conversation.ask(QUESTIONS[0], silent())
+        old, plain = conversation.root, Branch.close
+
+        def close(branch):
+            plain(branch)
+            if branch is old:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(Branch, "close", close)
+        with pytest.raises(KeyboardInterrupt):
+            conversation.ask(QUESTIONS[1], silent())
+        monkeypatch.undo()
+        assert conversation.ask(QUESTIONS[2], silent()).token_ids and conversation.turns == 3
+        assert engine.check() and engine.stats()["open_branches"] == 1
+    assert engine.stats()["used_pages"] == 0

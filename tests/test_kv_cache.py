@@ -1,5 +1,6 @@
 """Pages, reference counts, segments and handles. FAULTS items 39, 45, 47 and the pool's invariant."""
 
+import gc
 import random
 
 import pytest
@@ -7,15 +8,14 @@ import torch
 
 from minips.errors import MinipsError
 from minips.kv_cache import Branch, KVPool, Segment
+from tests.support import tiny_engine
 
 
 def pool(pages=12, page_size=4, layers=2):
     return KVPool(layers, pages, page_size, 2, 8, torch.float32)
 
 
-@pytest.mark.parametrize(
-    "length, pages, last", [(1, 1, 1), (15, 1, 15), (16, 1, 16), (17, 2, 1), (31, 2, 15), (32, 2, 16), (33, 3, 1)]
-)
+@pytest.mark.parametrize("length, pages, last", [(1, 1, 1), (15, 1, 15), (16, 1, 16), (17, 2, 1), (31, 2, 15), (32, 2, 16), (33, 3, 1)])
 def test_page_counts_at_the_borders(length, pages, last):  # FAULTS 39
     cache = pool(page_size=16)
     assert cache.pages_for(length) == pages
@@ -124,3 +124,36 @@ def test_random_allocation_keeps_the_books():
         assert len(set(taken)) == len(taken) and 0 not in taken
         assert cache.num_free == 39 - len(taken)
         assert all(a + b < c for (a, b), (c, _) in zip(cache._free, cache._free[1:]))  # sorted, merged
+
+
+def test_thousands_of_branches_collected_within_a_change_give_their_pages_back(monkeypatch):
+    engine = tiny_engine(max_kv_tokens=20000)
+    for _ in range(3000):
+        branch = engine.empty_branch()
+        branch.adopt(Segment(engine.pool.allocate(1), 1, 0), [1])
+        branch.itself = branch  # kept alive until the collector comes
+    last, plain = engine.prefill([1, 2]), KVPool._insert
+
+    def insert(pool, first, count):
+        monkeypatch.setattr(KVPool, "_insert", plain)
+        gc.collect()
+        plain(pool, first, count)
+
+    gc.disable()
+    try:
+        del branch
+        monkeypatch.setattr(KVPool, "_insert", insert)
+        last.close()
+    finally:
+        gc.enable()
+    assert engine.check() and engine.stats()["used_pages"] == 0
+
+
+def test_a_branch_of_thousands_of_segments_closes():
+    engine = tiny_engine(max_kv_tokens=20000)
+    branch = engine.prefill([1])
+    for _ in range(3000):
+        branch.adopt(Segment(engine.pool.allocate(1), 1, 1), [1])
+    assert engine.check() and engine.stats()["used_pages"] == 3001
+    branch.close()
+    assert engine.check() and engine.stats()["used_pages"] == 0
