@@ -15,6 +15,8 @@ from torch import Tensor
 
 from .kv_storage import Store, mixed_as, read, read_mixed, write
 
+SHARED_FROM = 64  # slots that rows must have in common to be read once for all
+
 
 @dataclass(frozen=True)
 class Reweight:
@@ -54,19 +56,28 @@ class AttentionRow:
 class GatherAttention:
     """Writes the new K and V of a batch into the pool and attends, layer by layer.
 
-    keys, values: the pool's, per layer.
+    keys, values: the pool's, per layer. shared: so many leading slots all rows have in common. On a CPU those are read once for all
+    rows, where each has one new token, and joined with the rest of each row by log-sum-exp: the same but for rounding.
     """
 
-    def __init__(self, keys: list[Store], values: list[Store], rows: list[AttentionRow]):
+    def __init__(self, keys: list[Store], values: list[Store], rows: list[AttentionRow], shared: int = 0):
         self.keys, self.values, self.rows = keys, values, rows
         self.write_slots = torch.cat([row.slots[row.past : row.past + row.count] for row in rows])
-        self.masks = [_causal_mask(row) for row in rows]
+        plain = self.write_slots.device.type == "cpu" and all(row.count == 1 and row.reweight is None for row in rows)
+        self.shared = shared if plain and len(rows) > 1 and shared >= SHARED_FROM else 0
+        if self.shared:
+            self.common = _as_run(rows[0].slots[:shared])
+            self.own = [_as_run(row.slots[shared : row.past + 1]) for row in rows]
+        else:
+            self.masks = [_causal_mask(row) for row in rows]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [T, heads, head_dim]; k, v [T, kv_heads, head_dim], rotated already -> [T, heads, head_dim]."""
         write(self.keys[layer], self.write_slots, k)
         write(self.values[layer], self.write_slots, v)
         dtype, q = q.dtype, mixed_as(self.keys[layer], q)  # mixed ones stay in fp32: rounding them to bf16 costs as much as 8 bits do
+        if self.shared:
+            return self._attend_shared(layer, q).to(dtype)
         outputs, start = [], 0
         for row, mask in zip(self.rows, self.masks):
             length, first = row.past + row.count, row.first_slot
@@ -76,6 +87,18 @@ class GatherAttention:
             outputs.append(self._attend(q[start : start + row.count], keys, values, row, mask).to(dtype))
             start += row.count
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _attend_shared(self, layer: int, q: Tensor) -> Tensor:
+        """q [rows, heads, head_dim], mixed as the keys are."""
+        keys, values = self.keys[layer], self.values[layer]
+        grouped = q.unflatten(1, (keys.shape[2], -1))
+        rows, kv_heads, group, dim = grouped.shape
+        together = grouped.transpose(0, 1).reshape(1, kv_heads, rows * group, dim)
+        first, first_sum = (x.view(kv_heads, rows, group, -1).transpose(0, 1) for x in _attend_run(together, keys, values, self.common))
+        rest = [_attend_run(grouped[at : at + 1], keys, values, slots) for at, slots in enumerate(self.own)]
+        second, second_sum = map(torch.cat, zip(*rest))
+        weight = torch.sigmoid(second_sum[..., None] - first_sum)  # fp32 or wider
+        return torch.lerp(first.to(weight.dtype), second.to(weight.dtype), weight).flatten(1, 2)
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, row: AttentionRow, mask: Tensor | None) -> Tensor:
         """keys, values: those of the row, [past + count, kv_heads, head_dim]; q and keys mixed alike."""
@@ -93,6 +116,18 @@ class GatherAttention:
             enable_gqa=True,
         )
         return out[0].transpose(0, 1)
+
+
+def _as_run(slots: Tensor) -> Tensor | slice:
+    """The same slots, as a slice if they are one run."""
+    first = int(slots[0])
+    return slice(first, first + len(slots)) if torch.equal(slots, torch.arange(first, first + len(slots))) else slots
+
+
+def _attend_run(q: Tensor, keys: Store, values: Store, slots: Tensor | slice) -> tuple[Tensor, Tensor]:
+    """q [1, kv_heads, n, head_dim] over all of the slots -> the same shape, and log-sum-exp of the scores [1, kv_heads, n]."""
+    k, v = read_mixed(keys, slots, q.dtype), read(values, slots, q.dtype)
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k.transpose(0, 1)[None], v.transpose(0, 1)[None])
 
 
 class TableAttention:

@@ -92,12 +92,22 @@ def open_writers(branches: Sequence[Branch], counts: Sequence[int], role: str, w
     return writers
 
 
+def _in_common(writers: Sequence[Writer]) -> int:
+    """Tokens of the leading segments that are the same for all: their slots are the same too."""
+    count = 0
+    for segments in zip(*(writer.branch.segments for writer in writers)):
+        if any(segment is not segments[0] for segment in segments):
+            break
+        count += segments[0].length
+    return min(count, *(writer.past for writer in writers)) if len(writers) > 1 else 0
+
+
 @torch.no_grad()
 def _forward(model: Model, writers: Sequence[Writer], ids: Sequence[Sequence[int]]) -> Tensor:
     """Run new tokens of several sequences through the model and into the cache -> hidden [total tokens, hidden_size]."""
     safe_point()
     pool = writers[0].pool
-    attend = GatherAttention(pool.keys, pool.values, [writer.row(len(row)) for writer, row in zip(writers, ids)])
+    attend = GatherAttention(pool.keys, pool.values, [writer.row(len(row)) for writer, row in zip(writers, ids)], _in_common(writers))
     positions = [position for writer, row in zip(writers, ids) for position in writer.positions(len(row))]
     tokens = [token for row in ids for token in row]
     cached = sum(writer.past + writer.segment.length for writer in writers)

@@ -1,0 +1,121 @@
+"""The slots that all rows have in common are read once a step: the same results as row by row."""
+
+import pytest
+import torch
+
+from minips import SamplingParams, Synthesizer, attention
+from minips.attention import AttentionRow, GatherAttention, _as_run
+from minips.config import EngineConfig
+from minips.decoding import _in_common, open_writers
+from minips.engine import Engine
+from minips.kv_storage import new_store, write
+from tests.support import OUTS, OWNS, PREFIX, U, branches_of, prompt_ids, tiny_engine
+from tests.test_attention import dense
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Rows of each pass through one layer in which the common slots were read once."""
+    seen, attend = [], GatherAttention._attend_shared
+
+    def counted(self, layer, q):
+        seen.append(len(q))
+        return attend(self, layer, q)
+
+    monkeypatch.setattr(GatherAttention, "_attend_shared", counted)
+    monkeypatch.setattr(attention, "SHARED_FROM", 1)
+    return seen
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.int8, 5e-2)])
+@pytest.mark.parametrize("scattered", [True, False])
+@pytest.mark.parametrize("heads, kv_heads", [(6, 2), (4, 4), (4, 1)])
+def test_rows_with_a_common_part_equal_dense_attention(calls, dtype, tolerance, scattered, heads, kv_heads):
+    torch.manual_seed(0)
+    shared, own, dim, page = 70, [1, 5, 90], 16, 4
+    pages = (shared + sum(own)) // page + 3
+    wide = torch.float32 if dtype == torch.int8 else dtype
+    keys, values = (new_store((pages, page, kv_heads, dim), dtype, keys=is_keys) for is_keys in (True, False))
+    slots = torch.randperm((pages - 1) * page) + page if scattered else torch.arange(page, pages * page)
+    k, v = (torch.randn(len(slots), kv_heads, dim).to(wide) for _ in range(2))
+    rows, at, new = [], shared, []
+    for count in own:
+        mine = torch.cat((torch.arange(shared), torch.arange(at, at + count)))
+        rows.append((mine, AttentionRow(slots[mine], shared + count - 1, 1)))
+        new.append(at + count - 1)
+        at += count
+    old = [index for index in range(at) if index not in new]
+    write(keys, slots[old], k[old])
+    write(values, slots[old], v[old])
+    q = torch.randn(len(own), heads, dim).to(wide)
+    out = GatherAttention([keys], [values], [row for _, row in rows], shared)(0, q, k[new], v[new])
+    expected = torch.cat([dense(q[i : i + 1], k[mine], v[mine]) for i, (mine, _) in enumerate(rows)])
+    assert calls == [3] and out.dtype == wide
+    assert (out.double() - expected).abs().max() < tolerance * expected.abs().max()
+
+
+def test_a_run_of_slots_is_read_as_a_view():
+    assert _as_run(torch.tensor([4, 5, 6])) == slice(4, 7) and _as_run(torch.tensor([9])) == slice(9, 10)
+    for slots in ([4, 6, 5, 7], [4, 5, 7], [6, 5]):
+        assert torch.equal(_as_run(torch.tensor(slots)), torch.tensor(slots))
+
+
+def run(engine, params):
+    with engine.prefill(PREFIX) as prefix:
+        branches = engine.fork(prefix, OWNS)
+    engine.decode(branches, params)
+    engine.extend(branches, [prompt_ids(4, 60 + at) for at in range(3)])
+    engine.decode(branches, params)
+    found = [(list(branch.output_ids), branch.next_logits) for branch in branches]
+    found += [(engine.decode([branch], params)[0].output_ids, branch.next_logits) for branch in branches[:1]]
+    assert engine.check()
+    return found
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_workers_decode_the_same(calls, monkeypatch, kv_dtype):
+    def engine():
+        base = tiny_engine()
+        return Engine(base.model, base.config, settings=EngineConfig("cpu", "auto", kv_dtype, 4, 1200))
+
+    params = SamplingParams(max_tokens=9, temperature=0.8, seed=4, ignore_eos=True)
+    together = run(engine(), params)
+    assert calls and set(calls) == {3}
+    monkeypatch.setattr(attention, "SHARED_FROM", 1 << 60)
+    count = len(calls)
+    apart = run(engine(), params)
+    assert len(calls) == count and [ids for ids, _ in together] == [ids for ids, _ in apart]
+    assert all(torch.allclose(one, two, atol=1e-4) for (_, one), (_, two) in zip(together, apart))
+
+
+def test_prompts_to_one_merged_context_share_it(calls, monkeypatch):
+    def answers(engine):
+        synthesizer = Synthesizer(engine)
+        with synthesizer.merge(branches_of(engine)) as context:
+            prompts = [U, prompt_ids(3, 80)]
+            return [result.token_ids for result in synthesizer.generate_batch([context] * 2, prompts, SamplingParams(max_tokens=7))]
+
+    together = answers(tiny_engine())
+    assert set(calls) == {2}
+    monkeypatch.setattr(attention, "SHARED_FROM", 1 << 60)
+    assert answers(tiny_engine()) == together
+
+
+def test_what_counts_as_common(calls):
+    engine = tiny_engine()
+    one, two = engine.prefill(PREFIX), engine.prefill(PREFIX)  # equal tokens on pages of their own
+    writers = open_writers([one, two], [4, 4], "output", "a test")
+    assert _in_common(writers) == 0 and _in_common(writers[:1]) == 0
+    for writer in writers:
+        writer.abort()
+    forked = [*engine.fork(one, [OWNS[0], OUTS[0]]), one.child()]
+    writers = open_writers(forked, [4] * 3, "output", "a test")
+    assert _in_common(writers) == _in_common(writers[:2]) == len(PREFIX)
+    for writer in writers:
+        writer.abort()
+    hidden = open_writers([one.child(), one.child()], [1, 1], "context", "a test", hide=1)
+    assert _in_common(hidden) == len(PREFIX) - 1
+    for writer in hidden:
+        writer.abort()
+    engine.decode([one, two], SamplingParams(max_tokens=3, ignore_eos=True))
+    assert not calls and engine.check()
