@@ -6,6 +6,7 @@ import random
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,16 @@ import torch
 from minips import Engine, MinipsError, SamplingParams, Synthesizer
 from minips.adapters import merge_adapters
 from minips.chat import text_prompt
+from minips.config import MergeOptions
 from minips.corpus.mixture import read_examples
 from minips.distill import DistillConfig, distill
+from minips.mapper import MapperConfig
 from minips.train import main
 from minips.training.config import TrainConfig
 from minips.training.curve import read_log, running_mean
 from minips.training.encoding import Example, encode
 from minips.training.loss import batch_loss
+from minips.training.network import Network
 from minips.training.trainer import Trainer
 
 from .evaluation_support import text_engine
@@ -223,3 +227,15 @@ def test_distilled_targets_are_the_text_methods_own_ids(tmp_path, rows):
 
 def test_running_mean():
     assert running_mean([1, 2, 3, 4], 2) == [1, 1.5, 2.5, 3.5]
+
+
+def test_weighting_by_example_is_the_mean_of_the_means():
+    engine = text_engine()
+    network = Network(engine, MapperConfig("linear"), rank=2)
+    uneven = [replace(EXAMPLES[0], target="a"), replace(EXAMPLES[1], target="a much longer target than the other one")]
+    _, items, _ = encode(engine, uneven, TrainConfig(**QUICK))
+    alone = [batch_loss(network, [item], MergeOptions())[0].item() for item in items]
+    loss, weight = batch_loss(network, items, MergeOptions(), weighting="example")
+    assert weight == 2 and loss.item() == pytest.approx(sum(alone) / 2, rel=1e-5)
+    by_token, tokens = batch_loss(network, items, MergeOptions())
+    assert tokens == sum(len(item.target) for item in items) and by_token.item() != pytest.approx(loss.item(), rel=1e-3)

@@ -13,6 +13,7 @@ from ..mapper import MapperConfig
 from ..reading import is_integer, read_json
 
 SCHEDULES = ("cosine", "constant")
+WEIGHTINGS = ("example", "token")
 METHODS = ("parallel", "text", "text_turn")
 
 
@@ -21,7 +22,8 @@ class TrainConfig:
     """One run. Learning rates are AdamW's peak values; steps are optimizer steps of batch * accumulation examples each.
 
     method: how a row's branches are read: `parallel` from their caches; `text` and `text_turn` are the rivals, a LoRA on the branches' text
-    under numbered headings or as one assistant turn. data: entries of `corpus.mixture.load_mixture`. mapper: fields of `MapperConfig`. start: an adapter to start from ("": identity).
+    under numbered headings or as one assistant turn. data: entries of `corpus.mixture.load_mixture`. weighting: of target tokens in the loss (`loss.batch_loss`).
+    mapper: fields of `MapperConfig`. start: an adapter to start from ("": identity).
     rank 0 trains no LoRA. options: fields of `MergeOptions`, stored in the adapter. clip: largest
     norm of the whole gradient (0: off). warmup: steps of linear rise. checkpoint_every: steps. layer_checkpoints saves memory, costs time.
     worker_tokens: the longest output of a live worker. most_tokens: a row with more tokens, branches and target together, is skipped.
@@ -43,6 +45,7 @@ class TrainConfig:
     lora_lr: float = 5e-5
     weight_decay: float = 0.0
     schedule: str = "cosine"
+    weighting: str = "example"
     warmup: int = 20
     clip: float = 1.0
     seed: int = 0
@@ -75,6 +78,7 @@ class TrainConfig:
                 lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e6,
                 "a number of at least 0",
             )
+        self._require("weighting", lambda value: value in WEIGHTINGS, f"one of {', '.join(WEIGHTINGS)}")
         self._require("schedule", lambda value: value in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
         self._require("targets", lambda value: bool(value) and set(value) <= set(TARGETS), f"some of {', '.join(TARGETS)}")
         self._require("layer_checkpoints", lambda value: isinstance(value, bool), "true or false")

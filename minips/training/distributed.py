@@ -1,4 +1,4 @@
-"""Data parallel training under torchrun: each process takes a part of every batch, and gradients are summed by tokens.
+"""Data parallel training under torchrun: each process takes a part of every batch, and gradients are summed by weight.
 
 The result is that of one process with the same batch, up to the order of sums. gloo on CPU, NCCL on CUDA.
 """

@@ -62,11 +62,17 @@ class MergedCache:
         return torch.cat((read(keys, self.prefix, torch.float32), moved)), torch.cat((read(values, self.prefix, torch.float32), mapped))
 
 
-def batch_loss(network: Network, items: Sequence[Item], options: MergeOptions, *, layer_checkpoints: bool = False) -> tuple[Tensor, int]:
-    """Mean cross-entropy in nats over all target tokens of the batch, and their number. MinipsError where an item does not fit."""
+def batch_loss(
+    network: Network, items: Sequence[Item], options: MergeOptions, *, weighting: str = "token", layer_checkpoints: bool = False
+) -> tuple[Tensor, int]:
+    """Mean cross-entropy in nats over the target tokens of the batch, and the weight that it has. MinipsError where an item does not fit.
+
+    weighting: token, the mean over all tokens (weight: their number); or example, the mean over the items of each one's mean (weight:
+    their number), so that long targets do not drown short ones.
+    """
     engine, model = network.engine, network.model
     limit = engine.config.max_position_embeddings
-    rows, ids, positions, labelled, labels = [], [], [], [], []
+    rows, ids, positions, labelled, labels, shares = [], [], [], [], [], []
     engine.pool.require(0, "a training batch", [s for item in items for branch in item.branches for s in branch.segments])
     for item in items:
         if not item.prompt or not item.target:
@@ -77,6 +83,7 @@ def batch_loss(network: Network, items: Sequence[Item], options: MergeOptions, *
         engine.check_positions(first, len(fed), "prompt and target")
         labelled += range(len(ids) + len(item.prompt) - 1, len(ids) + len(fed))
         labels += item.target
+        shares += [1.0 if weighting == "token" else 1 / len(item.target)] * len(item.target)
         ids += fed
         positions += range(first, first + len(fed))
         rows.append((cache, len(fed)))
@@ -84,11 +91,14 @@ def batch_loss(network: Network, items: Sequence[Item], options: MergeOptions, *
     attend = _Attend(rows, device)
     hidden = _forward(model, torch.tensor(ids, device=device), torch.tensor(positions, device=device), attend, layer_checkpoints)
     hidden, wanted = hidden[torch.tensor(labelled, device=device)], torch.tensor(labels, device=device)
-    total = hidden.new_zeros((), dtype=torch.float32)
+    total, weights = hidden.new_zeros((), dtype=torch.float32), torch.tensor(shares, device=device)
     for first in range(0, len(wanted), LOGIT_CHUNK):
         part = slice(first, first + LOGIT_CHUNK)
-        total = total + checkpoint(_summed, model.lm_head, hidden[part], wanted[part], engine.valid_vocab, use_reentrant=False)
-    return total / len(wanted), len(wanted)
+        total = total + checkpoint(
+            _summed, model.lm_head, hidden[part], wanted[part], weights[part], engine.valid_vocab, use_reentrant=False
+        )
+    weight = len(wanted) if weighting == "token" else len(items)
+    return total / weight, weight
 
 
 def check_room(engine: Engine, item: Item, options: MergeOptions, most: int) -> None:
@@ -112,9 +122,9 @@ def _forward(model, ids: Tensor, positions: Tensor, attend: _Attend, layer_check
     return model.model.norm(x)
 
 
-def _summed(head: torch.nn.Module, hidden: Tensor, wanted: Tensor, valid_vocab: int) -> Tensor:
+def _summed(head: torch.nn.Module, hidden: Tensor, wanted: Tensor, weights: Tensor, valid_vocab: int) -> Tensor:
     """Among the ids that the engine can choose, as it scores them."""
-    return F.cross_entropy(head(hidden).float()[:, :valid_vocab], wanted, reduction="sum")
+    return (F.cross_entropy(head(hidden).float()[:, :valid_vocab], wanted, reduction="none") * weights).sum()
 
 
 def _tokens(plan: Plan, pool: KVPool) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -137,7 +137,7 @@ class Trainer:
         return encode(self.engine, examples, self.config, self.step)
 
     def advance(self, batches: Iterable[tuple[list[Branch], list[Item], list[str]]] | None = None) -> dict:
-        """One optimizer step; the loss is the mean over all target tokens of the step, whatever the batches and processes. -> log entry
+        """One optimizer step; the loss is the mean over the whole step, whatever the batches and processes. -> log entry
 
         batches: the step's micro-batches, where they have been encoded already (for several trainers that read the same branches; the
         caller closes them).
@@ -146,27 +146,29 @@ class Trainer:
         for part in self.optimizer.param_groups:
             part["lr"] = part["peak"] * config.rate(self.step)
         self.optimizer.zero_grad(set_to_none=True)
-        loss_sum, targets, tokens, skipped = 0.0, 0, 0, []
+        loss_sum, weight, targets, tokens, skipped = 0.0, 0, 0, 0, []
         for branches, items, left_out in batches or map(self.encoded, range(config.accumulation)):
             skipped += left_out
             try:
                 if items:
                     tokens += sum(len(i.prompt) + len(i.target) + sum(b.num_tokens for b in i.branches) for i in items)
-                    loss, count = batch_loss(self.network, items, config.merge_options(), layer_checkpoints=config.layer_checkpoints)
+                    targets += sum(len(item.target) for item in items)
+                    options, kept = config.merge_options(), config.layer_checkpoints
+                    loss, count = batch_loss(self.network, items, options, weighting=config.weighting, layer_checkpoints=kept)
                     (loss * count).backward()
-                    loss_sum, targets = loss_sum + loss.item() * count, targets + count
+                    loss_sum, weight = loss_sum + loss.item() * count, weight + count
             finally:
                 for branch in branches if batches is None else ():
                     branch.close()
-        loss_sum, targets, tokens, left_out = group.total(loss_sum, targets, tokens, len(skipped))
+        loss_sum, weight, targets, tokens, left_out = group.total(loss_sum, weight, targets, tokens, len(skipped))
         if not math.isfinite(loss_sum):
             names = [e.id for part in range(config.accumulation) for e in self.batch_of(self.step * config.accumulation + part)]
             raise MinipsError(f"training: the loss of step {self.step + 1} is {loss_sum}, rows {', '.join(names)}; {self._last()}")
-        if targets:
+        if weight:
             group.sum_gradients(parameters.values())
             for parameter in parameters.values():
                 if parameter.grad is not None:
-                    parameter.grad /= targets
+                    parameter.grad /= weight
             self._check_gradients()
             if config.clip:
                 torch.nn.utils.clip_grad_norm_(parameters.values(), config.clip)
@@ -174,7 +176,7 @@ class Trainer:
         elif self.step < 2:
             raise MinipsError(f"training: no row of step {self.step + 1} fits: {', '.join(skipped)}; raise most_tokens")
         self.step += 1
-        entry = {"step": self.step, "loss": round(loss_sum / max(targets, 1), 6), "target_tokens": int(targets), "tokens": int(tokens)}
+        entry = {"step": self.step, "loss": round(loss_sum / max(weight, 1), 6), "target_tokens": int(targets), "tokens": int(tokens)}
         return entry | {"rate": config.rate(self.step - 1)} | ({"skipped": int(left_out)} if left_out else {})
 
     def _check_gradients(self) -> None:
