@@ -333,7 +333,18 @@ def print_json(data: dict) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0 done, 1 refused or failed (one line), 2 bad usage, 130 Ctrl-C."""
+    """Exit code 0 done, 1 refused or failed (one line), 2 bad usage, 130 Ctrl-C. argv None: the process ends with this call."""
+    try:
+        return run_and_tell(argv)
+    except KeyboardInterrupt:  # before the run, or a second one while the first was being told
+        return 130
+    finally:
+        if argv is None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # another Ctrl-C must not end in the interpreter's own traceback
+
+
+def run_and_tell(argv: Sequence[str] | None) -> int:
+    """Parse and run; every end of it is a code, and one line where it did not end well."""
     parser = build_parser()
     args = parser.parse_args(argv)
     if args.task is None and args.workflow is None and args.load_branches is None and not args.interactive:

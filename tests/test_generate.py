@@ -143,6 +143,21 @@ def test_ctrl_c_is_exit_code_130_without_a_traceback(capsys, tiny, monkeypatch):
         assert tiny.stats()["used_pages"] == 0 and tiny.check()
 
 
+def test_a_second_ctrl_c_while_the_first_is_told_is_clean_too(monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    handler = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr("minips.generate.run", interrupted)
+    monkeypatch.setattr("minips.generate.print", interrupted, raising=False)
+    assert main([TASK]) == 130 and signal.getsignal(signal.SIGINT) is handler
+    monkeypatch.setattr(sys, "argv", ["minips", TASK])
+    try:
+        assert main() == 130 and signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
 @pytest.mark.parametrize("more", [[], ["--json"]])
 def test_streams_that_are_closed_or_full(capfd, tiny, monkeypatch, more):
     read, write = os.pipe()
