@@ -99,6 +99,9 @@ class DecodeGraphs:
         self._table: tuple[list[Tensor], Tensor] = ([], torch.empty(0, 0))
         self.captures = self.replays = self.eager_steps = 0
 
+    def stats(self) -> dict[str, int]:
+        return {"graph_captures": self.captures, "graph_replays": self.replays, "graph_eager_steps": self.eager_steps}
+
     def bucket(self, lengths: Sequence[int]) -> tuple[int, int] | None:
         """Rows and width of the graph for rows of these lengths; None where none is that large."""
         rows = next((rows for rows in ROWS if rows >= len(lengths)), None)

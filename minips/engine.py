@@ -356,6 +356,7 @@ class Engine:
         pool = self.pool
         return {
             **self.counters,
+            **(self.graphs.stats() if self.graphs is not None else {}),
             "page_size": pool.page_size,
             "total_pages": pool.num_pages - 1,
             "free_pages": pool.num_free,
