@@ -114,6 +114,8 @@ class TextStream:
 
     def close(self) -> None:
         with nullcontext() if self._turns is None or self._turns.elsewhere else self._turn():
+            if self._generator.gi_running:  # called by the handler of a signal that came within a step
+                raise MinipsError(f"{self._what}: cannot be closed within its own step; raise an exception in the handler to stop it")
             self._generator.close()
 
     def __enter__(self) -> TextStream:

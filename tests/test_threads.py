@@ -250,6 +250,34 @@ def test_ctrl_c_takes_effect_between_two_forward_passes():
     assert engine.decode(branches, PARAMS)[0].output_ids and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_a_handler_that_closes_the_stream_it_interrupts():
+    """Between two steps that works; within one, where a chunk of the prompt is done, it is one clear error that ends the stream."""
+    engine = tiny_engine(prefill_chunk=16)
+    attention = engine.model.model.layers[0].self_attn
+    plain, passes = attention.forward, []
+
+    def forward(*arguments):
+        passes.append(1)
+        if len(passes) == when:
+            signal.raise_signal(signal.SIGALRM)
+        return plain(*arguments)
+
+    attention.forward = forward
+    old = signal.signal(signal.SIGALRM, lambda *_: stream.close())
+    try:
+        for when, count, ending in (
+            (2, 100, pytest.raises(MinipsError, match="closed within its own step")),
+            (2, 10, contextlib.nullcontext()),
+        ):
+            stream = engine.stream(prompt_ids(count), SamplingParams(max_tokens=50))
+            passes.clear()
+            with ending:
+                assert list(stream) == []
+            assert len(passes) == 2 and engine.check() and engine.stats()["used_pages"] == 0
+    finally:
+        signal.signal(signal.SIGALRM, old)
+
+
 def test_handlers_come_back_and_run_once():
     seen = []
     old = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
