@@ -68,6 +68,7 @@ def save_branches(branches: Sequence[Branch], folder: str | Path, *, tokens: tup
         if not isinstance(tokens, (list, tuple)) or len(tokens) != 2:
             raise MinipsError(f"save_branches: tokens is {brief(tokens)}, expected two numbers (first, end)")
         own = [_cut(branches, *tokens)]
+        head["prefix_ids"] = ids[: tokens[0]]  # a range that begins within the prefix stands behind that part of it
     else:
         own = [(branch.segments[len(prefix) :], _state(branch, len(ids))) for branch in branches]
     names = [f"branch-{index:03d}.safetensors" for index in range(len(own))]

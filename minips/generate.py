@@ -228,7 +228,7 @@ def check_new_folder(name: str, where: str) -> None:
         raise
     except (OSError, ValueError) as error:
         raise MinipsError(f"{where} {brief(name)}: cannot be made ({getattr(error, 'strerror', None) or error})") from None
-    parent = next(folder for folder in Path(name).absolute().parents if folder.exists())
+    parent = next(folder for folder in Path(name).absolute().parents if os.path.lexists(folder))
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise MinipsError(f"{where} {brief(name)}: cannot be made, {brief(str(parent))} is no folder that can be written to")
 

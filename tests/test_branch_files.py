@@ -140,6 +140,19 @@ def test_a_live_prefix_takes_the_saved_ones_place(tmp_path):
         load_branches(engine, tmp_path / "saved", prefix=other)
 
 
+def test_a_range_that_begins_within_the_prefix_is_joined_to_that_part_of_it(tmp_path):
+    engine = tiny_engine()
+    branch = branches_of(engine)[0]
+    save_branches([branch], tmp_path / "part", tokens=(4, 20))
+    with engine.prefill(PREFIX) as whole, pytest.raises(MinipsError, match="prefix of other token ids"):
+        load_branches(engine, tmp_path / "part", prefix=whole)  # its tokens 4 to 9 would stand there twice
+    with engine.prefill(PREFIX[:4]) as start:
+        (joined,) = load_branches(engine, tmp_path / "part", prefix=start)
+    assert joined.token_ids == branch.token_ids[:20] and joined.next_position == 20
+    for found, expected in zip(cached(joined), cached(branch)):
+        assert torch.allclose(found, expected[:20], atol=1e-5)
+
+
 def rewritten(folder, change, name="branch-001.safetensors"):
     """Write a file anew with its tensors and header data changed."""
     path = folder / name

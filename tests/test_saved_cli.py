@@ -173,6 +173,7 @@ def test_methods_that_read_words_save_too_but_cannot_load(tmp_path, tiny, capsys
         (["x", "--save-branches", "{folder}"], "': exists already, expected a new folder"),
         (["x", "--save-branches", "{folder}/link"], "exists already, expected a new folder"),
         (["x", "--save-branches", "{folder}/file/below"], "is no folder that can be written to"),
+        (["x", "--save-branches", "{folder}/link/below"], "link' is no folder that can be written to"),
         (["x", "--save-branches", "n" * 5000], "File name too long"),
         (["x", "--save-branches", "a\0b"], "cannot be made"),
         (["x", "--load-branches", "{folder}/none"], "none/branches.json: no such file"),
