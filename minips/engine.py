@@ -279,6 +279,8 @@ class Engine:
         exception in the callback or Ctrl-C, the branches are as they were.
         """
         branches = self.check_branches(branches, "decode")
+        if not (on_token is None or callable(on_token)):
+            raise MinipsError(f"decode: on_token is {type(on_token).__name__}, expected a function of row, token id and text")
         shared, each = params is None or isinstance(params, SamplingParams), params_for(params, len(branches))
         steps = work(self, branches, each, shared, watched=on_token is not None)
         with TextStream(steps, self.turns, "decode") as tokens:  # the callback is called between turns: it may use the engine
@@ -366,14 +368,9 @@ class Engine:
             "kv_bytes_per_token": self.kv_bytes_per_token,
         }
 
+    @in_turn
     def check(self) -> bool:
         """Recount every page (free + referenced = total, counts equal the open branches'); raises AssertionError if not."""
-        for _ in range(3):
-            try:
-                with self.turns("check"):
-                    return self.pool.check()
-            except AssertionError:
-                time.sleep(1e-3)  # another thread may be in the middle of closing a branch
         return self.pool.check()
 
     @in_turn

@@ -348,3 +348,9 @@ def test_a_forked_process_is_refused_and_does_not_hang():
     assert stream.finish().token_ids == engine.generate(PREFIX, ANSWER).token_ids
     branch.close()
     assert engine.check() and engine.stats()["used_pages"] == 0
+
+
+def test_a_callback_that_is_none_is_one_line():
+    engine = tiny_engine()
+    with engine.prefill(prompt_ids(5)) as root, pytest.raises(MinipsError, match="on_token is int, expected a function"):
+        engine.decode([root], on_token=5)
