@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .kv_storage import Store, mixed_as, read, read_mixed, write
+from .kv_storage import Store, as_run, mixed_as, read, read_mixed, write
 
 SHARED_FROM = 64  # slots that rows must have in common to be read once for all
+APART_FROM = 256  # new tokens of a row from which its past is attended apart, on a CPU
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,12 @@ class GatherAttention:
         self.write_slots = torch.cat([row.slots[row.past : row.past + row.count] for row in rows])
         plain = self.write_slots.device.type == "cpu" and all(row.count == 1 and row.reweight is None for row in rows)
         self.shared = shared if plain and len(rows) > 1 and shared >= SHARED_FROM else 0
+        self.on_cpu = self.write_slots.device.type == "cpu"
         if self.shared:
-            self.common = _as_run(rows[0].slots[:shared])
-            self.own = [_as_run(row.slots[shared : row.past + 1]) for row in rows]
+            self.common = as_run(rows[0].slots[:shared])
+            self.own = [as_run(row.slots[shared : row.past + 1]) for row in rows]
         else:
-            self.masks = [_causal_mask(row) for row in rows]
+            self.masks = [None if self._apart(row) else _causal_mask(row) for row in rows]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [T, heads, head_dim]; k, v [T, kv_heads, head_dim], rotated already -> [T, heads, head_dim]."""
@@ -107,21 +109,28 @@ class GatherAttention:
         keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
         if row.count == 1:  # the heads of a KV head as its queries: the same sums, several times faster on CPU than with enable_gqa
             return F.scaled_dot_product_attention(q.view(1, keys.shape[1], -1, q.shape[-1]), keys, values).view(q.shape)
-        out = F.scaled_dot_product_attention(
-            q.transpose(0, 1)[None],
-            keys,
-            values,
-            attn_mask=mask,
-            is_causal=mask is None,
-            enable_gqa=True,
-        )
+        heads = q.transpose(0, 1)[None]
+        if self._apart(row):
+            return _behind_past(heads, keys, values, row.past)[0].transpose(0, 1)
+        if self.on_cpu and mask is not None:
+            group = len(heads[0]) // keys.shape[1]
+            out = F.scaled_dot_product_attention(heads.reshape(1, keys.shape[1], -1, q.shape[-1]), keys, values, mask.repeat(group, 1))
+            return out.view(heads.shape)[0].transpose(0, 1)
+        out = F.scaled_dot_product_attention(heads, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
         return out[0].transpose(0, 1)
 
+    def _apart(self, row: AttentionRow) -> bool:
+        """Whether many new tokens attend to what is cached and to themselves apart: a mask would have all of its blocks computed."""
+        return self.on_cpu and row.past > 0 and row.count >= APART_FROM and row.reweight is None
 
-def _as_run(slots: Tensor) -> Tensor | slice:
-    """The same slots, as a slice if they are one run."""
-    first = int(slots[0])
-    return slice(first, first + len(slots)) if torch.equal(slots, torch.arange(first, first + len(slots))) else slots
+
+def _behind_past(q: Tensor, keys: Tensor, values: Tensor, past: int) -> Tensor:
+    """q [1, heads, n, head_dim] over `past` keys without a mask and causally over the n behind them, joined by log-sum-exp."""
+    flash, kv_heads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, keys.shape[1]
+    first, first_sum = flash(q.reshape(1, kv_heads, -1, q.shape[-1]), keys[:, :, :past], values[:, :, :past])
+    second, second_sum = flash(q, keys[:, :, past:], values[:, :, past:], 0.0, True)
+    weight = torch.sigmoid(second_sum - first_sum.reshape(second_sum.shape))[..., None]  # fp32 or wider
+    return torch.lerp(first.reshape(q.shape).to(weight.dtype), second.to(weight.dtype), weight).to(q.dtype)
 
 
 def _attend_run(q: Tensor, keys: Store, values: Store, slots: Tensor | slice) -> tuple[Tensor, Tensor]:

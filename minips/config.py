@@ -349,7 +349,7 @@ class EngineConfig:
     kv_dtype: str = "auto"
     page_size: int = 16
     max_kv_tokens: int | None = None
-    prefill_chunk: int = 512
+    prefill_chunk: int = 4096
     debug: bool = False  # name the first layer with NaN or infinite values; slow
     quantize: str = "none"
     max_device_kv_bytes: int | None = None

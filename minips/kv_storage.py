@@ -86,8 +86,21 @@ def read_mixed(store: Store, slots: Tensor | slice, dtype: torch.dtype) -> Tenso
     return _take(store, slots).to(dtype)
 
 
-def write(store: Store, slots: Tensor, values: Tensor) -> None:
-    """Store values [n, kv_heads, head_dim] at flat slots int64 [n], rounded to the store's dtype."""
+def as_run(slots: Tensor) -> Tensor | slice:
+    """The same slots, as a slice if they are one run (on the CPU; elsewhere asking would wait for the device)."""
+    if slots.device.type != "cpu" or not len(slots):
+        return slots
+    first = int(slots[0])
+    return slice(first, first + len(slots)) if torch.equal(slots, torch.arange(first, first + len(slots))) else slots
+
+
+def write(store: Store, slots: Tensor | slice, values: Tensor) -> None:
+    """Store values [n, kv_heads, head_dim] at flat slots int64 [n], or of a slice of slots, rounded to the store's dtype."""
+    if isinstance(slots, slice):
+        if not isinstance(store, Quantized):
+            store.flatten(0, 1)[slots] = values
+            return
+        slots = torch.arange(slots.start, slots.stop)
     if isinstance(store, Quantized):
         write_parts(store, slots, quantise(mixed_as(store, values.float()), store.dtype))
     else:

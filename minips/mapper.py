@@ -136,11 +136,16 @@ class CacheMapper(nn.Module):
         if coefficients is not None:
             scale, shift = getattr(coefficients, f"{part}_scale"), getattr(coefficients, f"{part}_shift")
             return x * scale[branch, layer] + shift[branch, layer]
-        heads = x.transpose(0, 1)  # [kv_heads, n, head_dim]
+        if self.config.kind in ("none", "normalize"):
+            return x
+        heads = x.transpose(0, 1) if self.config.per_head else x.reshape(1, -1, self.head_dim)  # one map a head, or one for all rows
+        mapped = self._mapped(part, layer, heads)
+        return mapped.transpose(0, 1) if self.config.per_head else mapped.view(x.shape)
+
+    def _mapped(self, part: str, layer: int, heads: Tensor) -> Tensor:
+        """heads fp32 [maps, rows, head_dim]."""
         if self.config.kind == "low_rank":
             a, b = getattr(self, f"{part}_a")[layer].float(), getattr(self, f"{part}_b")[layer].float()
-            return (heads + (heads @ a) @ b.transpose(1, 2)).transpose(0, 1)
-        if self.config.kind == "linear":
-            weight, bias = getattr(self, f"{part}_weight")[layer].float(), getattr(self, f"{part}_bias")[layer].float()
-            return (heads @ weight + bias[:, None]).transpose(0, 1)
-        return x
+            return torch.baddbmm(heads, heads @ a, b.transpose(1, 2))
+        weight, bias = getattr(self, f"{part}_weight")[layer].float(), getattr(self, f"{part}_bias")[layer].float()
+        return torch.baddbmm(bias[:, None], heads, weight)

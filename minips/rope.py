@@ -33,12 +33,14 @@ class Rope:
         self._frequencies = self.inv_freq.double()
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions int [T] -> cos, sin, fp32 [T, 1, head_dim / 2] (broadcast over heads)."""
+        """positions int [T] -> cos and signed sin, fp32 [T, 1, head_dim] (broadcast over heads): (cos, cos) and (-sin, sin). A negated
+        sin turns the other way."""
         angles = positions.to(torch.float64)[:, None, None] * self._frequencies
-        return angles.cos().float(), angles.sin().float()
+        cos, sin = angles.cos().float(), angles.sin().float()
+        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [T, heads, head_dim] by tables [T or 1, 1, head_dim / 2]; fp32 inside, rounded once to x's dtype."""
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    """Rotate x [T, heads, head_dim] by tables [T or 1, 1, head_dim]; fp32 inside, rounded once to x's dtype."""
+    wide = x.float()
+    return wide.roll(x.shape[-1] // 2, -1).mul_(sin).addcmul_(wide, cos).to(x.dtype)

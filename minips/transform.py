@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .errors import MinipsError
 from .kv_cache import KVPool, Segment
-from .kv_storage import read, write
+from .kv_storage import as_run, read, write
 from .mapper import CacheMapper, Coefficients
 from .rope import Rope, apply_rope
 
@@ -95,11 +95,12 @@ class Transform:
             slots, positions, deltas, branches = self._tokens(jobs)
             for first in range(0, len(slots), chunk):
                 part = slice(first, first + chunk)
-                self._keys(slots[part], positions[part], deltas[part], branches[part])
+                run = as_run(slots[part])
+                self._keys(run, positions[part], deltas[part], branches[part])
                 if self.maps_values:
                     for layer, store in enumerate(self.pool.values):
-                        values = read(store, slots[part], torch.float32)
-                        write(store, slots[part], self.mapper.map("value", layer, values, self.coefficients, branches[part]))
+                        values = read(store, run, torch.float32)
+                        write(store, run, self.mapper.map("value", layer, values, self.coefficients, branches[part]))
             if self.pool.device.type == "cuda":
                 torch.cuda.synchronize(self.pool.device)
         timings["map" if self.maps_keys or self.maps_values else "rerotate"] = time.perf_counter() - started
@@ -107,7 +108,8 @@ class Transform:
     def _chunk(self, tokens: int) -> int:
         """So many tokens that fp32 temporaries of one layer stay below 5% of the pages they belong to."""
         stored = min(2, self.pool.keys[0].dtype.itemsize)
-        return min(LARGEST_CHUNK, max(SMALLEST_CHUNK, tokens * len(self.pool.keys) * stored // 400))
+        share = 520 if self.statistics_needed or stored < 2 else 320  # statistics and 8-bit codes need more temporaries
+        return min(LARGEST_CHUNK, max(SMALLEST_CHUNK, tokens * len(self.pool.keys) * stored // share))
 
     def _tokens(self, jobs: Sequence[Job]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Slot, new position, delta and branch of every token, int64 [n]."""
@@ -118,7 +120,7 @@ class Transform:
         branches = torch.cat([torch.full((job.segment.length,), job.branch) for job in jobs])
         return slots, positions.to(device), deltas.to(device), branches.to(device)
 
-    def _keys(self, slots: Tensor, positions: Tensor, deltas: Tensor, branches: Tensor) -> None:
+    def _keys(self, slots: Tensor | slice, positions: Tensor, deltas: Tensor, branches: Tensor) -> None:
         if not self.maps_keys and not deltas.any():
             return
         move = KeyMove(self.rope, positions, deltas, branches, self.mapper if self.maps_keys else None, self.coefficients)
@@ -131,15 +133,16 @@ class Transform:
         shape = (2, count, len(pool.keys), *pool.keys[0].shape[2:])
         keys, values = (torch.zeros(shape, device=pool.device) for _ in range(2))
         seen = [0] * count
+        chunk = self._chunk(sum(job.segment.length for job in jobs))
         for job in jobs:
             slots, positions, deltas, _ = self._tokens([job])
-            chunk = self._chunk(len(slots))
             for first in range(0, len(slots), chunk):
                 part = slice(first, first + chunk)
                 cos, sin = self.rope.tables(positions[part] - deltas[part])
+                run = as_run(slots[part])
                 for layer in range(len(pool.keys)):
-                    k = apply_rope(read(pool.keys[layer], slots[part], torch.float32), cos, -sin)
-                    v = read(pool.values[layer], slots[part], torch.float32)
+                    k = apply_rope(read(pool.keys[layer], run, torch.float32), cos, -sin)
+                    v = read(pool.values[layer], run, torch.float32)
                     _accumulate(keys[:, job.branch, layer], k, seen[job.branch])
                     _accumulate(values[:, job.branch, layer], v, seen[job.branch])
                 seen[job.branch] += len(slots[part])
@@ -152,7 +155,7 @@ class Transform:
 def _accumulate(statistics: Tensor, x: Tensor, seen: int) -> None:
     """Update mean and variance [2, kv_heads, head_dim] of `seen` tokens by more, x [n, kv_heads, head_dim] (Chan et al.)."""
     count = len(x)
-    mean, variance = x.mean(0), x.var(0, unbiased=False)
+    variance, mean = torch.var_mean(x, 0, correction=0)
     total = seen + count
     delta = mean - statistics[0]
     statistics[1] = (statistics[1] * seen + variance * count + delta.square() * (seen * count / total)) / total

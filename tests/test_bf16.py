@@ -24,9 +24,8 @@ def rotation_errors(delta=-300, tokens=512):
 
     wanted, stored = exact(old + delta), exact(old).bfloat16()
     ours = apply_rope(stored, *rope.tables(torch.full((tokens,), delta)))
-    cos, sin = (torch.cat((t, t), -1).bfloat16() for t in rope.tables(torch.full((tokens,), delta)))
-    a, b = stored.chunk(2, -1)
-    theirs = stored * cos + torch.cat((-b, a), -1) * sin
+    cos, sin = (table.bfloat16() for table in rope.tables(torch.full((tokens,), delta)))
+    theirs = stored * cos + stored.roll(stored.shape[-1] // 2, -1) * sin
     return [float((x.double() - wanted).norm() / wanted.norm()) for x in (wanted.bfloat16(), ours, theirs)]
 
 

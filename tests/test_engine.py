@@ -285,7 +285,7 @@ def test_encode_gives_what_decode_would_have_cached():
     for tensor in (*engine.pool.keys, *engine.pool.values):
         flat = tensor.flatten(0, 1)
         a, b = (flat[engine.pool.slots(x.segments[-1].pages, 8)] for x in (live, given))
-        assert torch.allclose(a, b, atol=1e-5)
+        assert torch.allclose(a, b, atol=3e-5)
     assert torch.allclose(given.next_logits, live.next_logits, atol=1e-4)
 
 

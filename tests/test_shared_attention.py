@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from minips import SamplingParams, Synthesizer, attention
-from minips.attention import AttentionRow, GatherAttention, _as_run
+from minips.attention import AttentionRow, GatherAttention
 from minips.config import EngineConfig
 from minips.decoding import _in_common, open_writers
 from minips.engine import Engine
-from minips.kv_storage import new_store, write
+from minips.kv_storage import as_run, new_store, write
 from tests.support import OUTS, OWNS, PREFIX, U, branches_of, prompt_ids, tiny_engine
 from tests.test_attention import dense
 
@@ -55,9 +55,9 @@ def test_rows_with_a_common_part_equal_dense_attention(calls, dtype, tolerance, 
 
 
 def test_a_run_of_slots_is_read_as_a_view():
-    assert _as_run(torch.tensor([4, 5, 6])) == slice(4, 7) and _as_run(torch.tensor([9])) == slice(9, 10)
+    assert as_run(torch.tensor([4, 5, 6])) == slice(4, 7) and as_run(torch.tensor([9])) == slice(9, 10)
     for slots in ([4, 6, 5, 7], [4, 5, 7], [6, 5]):
-        assert torch.equal(_as_run(torch.tensor(slots)), torch.tensor(slots))
+        assert torch.equal(as_run(torch.tensor(slots)), torch.tensor(slots))
 
 
 def run(engine, params):
