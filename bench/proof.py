@@ -153,7 +153,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=200, help="held-out rows of each task (default: %(default)s)")
     parser.add_argument("--adapter", default="smollm2-135m-ps", help="name or folder (default: %(default)s)")
     parser.add_argument("--text-adapter", help="folder of the LoRA that was trained on the same rows as text")
-    parser.add_argument("--log", type=Path, help="log.jsonl of the training run, for the curve")
+    parser.add_argument("--log", type=Path, action="append", help="log.jsonl of a stage of the training run, for the curve; repeatable")
     parser.add_argument("--card", type=Path, default=Path("weights/smollm2-135m-ps/README.md"))
     parser.add_argument("--out", type=Path, default=Path("runs/proof"))
     parser.add_argument(
@@ -161,7 +161,7 @@ def main() -> int:
     )
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    methods = ["text", "parallel", "ape", f"parallel@{args.adapter}"]
+    methods = ["text", "parallel", f"parallel@{args.adapter}"]
     if args.text_adapter:
         methods.insert(1, f"text@{args.text_adapter}")
     steps = {"judge": lambda: run_tasks(args, methods), "sweep": lambda: run_sweep(args, methods), "answers": lambda: run_answers(args)}
@@ -170,7 +170,7 @@ def main() -> int:
             if name != "none":
                 steps[name]()
         if args.log:
-            write_plot([read_log(args.log)], args.out / "loss.png")
+            write_plot([read_log(log) for log in args.log], args.out / "loss.png")
             shutil.copyfile(args.out / "loss.png", args.card.parent / "loss.png")
     except MinipsError as error:
         print(f"bench: error: {error}", file=sys.stderr)
