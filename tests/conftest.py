@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from minips.errors import MinipsError
 from minips.hub import DEFAULT_MODEL, resolve_model
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job: tests of Ctrl-C would wait for ever
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

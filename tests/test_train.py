@@ -94,6 +94,8 @@ def test_a_stage_starts_from_the_adapter_before(tmp_path):
     first.train()
     second = Trainer(TrainConfig(**{**QUICK, "start": str(tmp_path / "one/adapter")}), engine, EXAMPLES, tmp_path / "two")
     assert same(trained(first), trained(second))
+    place = second.write_adapter(tmp_path / "three")
+    assert json.loads((place / "minips.json").read_text())["training"]["config"]["start"] == "one/adapter"
     with pytest.raises(MinipsError, match="start: .*adapter has another mapper or LoRA"):
         Trainer(TrainConfig(**{**QUICK, "rank": 2, "start": str(tmp_path / "one/adapter")}), engine, EXAMPLES, tmp_path / "three")
 

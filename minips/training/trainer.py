@@ -111,7 +111,8 @@ class Trainer:
 
     def write_adapter(self, folder: Path) -> Path:
         """The trained parts in our form, with the merge options they were trained with."""
-        record = {"config": self.config.as_dict(), "steps": self.step, "examples": len(self.examples)}
+        config = {**self.config.as_dict(), "start": "/".join(Path(self.config.start).parts[-2:])}  # no folder of this machine
+        record = {"config": config, "steps": self.step, "examples": len(self.examples)}
         adapter = Adapter(folder.name, self.network.mapper, self.network.adapter(), self.config.merge_options(), {"training": record})
         fingerprint = self.engine.fingerprint
         return save_adapter(adapter, folder, self.engine.config, base_fingerprint=fingerprint, base_model=self.config.model)
