@@ -2,7 +2,7 @@
 
 A folder holds `branches.json` and safetensors files: the shared prefix once, and each branch's own tokens in a file of its own.
 Tensors `keys.L` and `values.L` [tokens, kv_heads, head_dim] of layer L, as they stand in the cache (keys rotated to `start`), with their
-scales `keys.L.scale` [tokens, kv_heads, 1] from an 8-bit cache (whose keys' channels are mixed, `kv_storage.Quantized`); all else (ids,
+scales `keys.L.scale` [tokens, kv_heads, 1] from an 8-bit cache (whose channels are mixed, `kv_storage.Quantized`); all else (ids,
 segments, state, fingerprint of the weights) is JSON in the file's header. Nothing is ever unpickled.
 """
 
@@ -363,8 +363,7 @@ class _Content:
             scales = self.file.get_tensor(f"{name}.scale").to(device)
             if not bool((scales > 0).all()):
                 raise MinipsError(f"{self.path}: {name}.scale holds values that are not positive numbers")
-            values = dequantise(tensor, scales, tensor.dtype)
-            values = mix(values) if name.startswith("keys") else values
+            values = mix(dequantise(tensor, scales, tensor.dtype))
         if isinstance(store, Quantized) and store.dtype == tensor.dtype and not delta:
             write_parts(store, slots, (tensor.view(store.codes.dtype), scales))
         else:

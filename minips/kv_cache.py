@@ -65,7 +65,7 @@ class KVPool:
         offload: bool = False,
     ):
         shape = (num_pages, page_size, kv_heads, head_dim)
-        self.keys, self.values = ([new_store(shape, dtype, device, keys=keys) for _ in range(num_layers)] for keys in (True, False))
+        self.keys, self.values = ([new_store(shape, dtype, device, mixed=True) for _ in range(num_layers)] for _ in range(2))
         self.page_size, self.num_pages, self.device = page_size, num_pages, torch.device(device)
         self.ref_count = [0] * num_pages
         self._free = [(1, num_pages - 1)] if num_pages > 1 else []  # sorted runs (first page, count)

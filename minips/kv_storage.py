@@ -28,7 +28,7 @@ class Quantized:
     absmax is below 0.008 (fp16 has no smaller normal number than 6e-5) would lose its precision.
     Below 2^-10 of the largest code's value fp8 has no code but 0. Values that are not finite stay so: their scale is not finite.
 
-    mixed: for keys, a few channels of which are far larger than the rest and would leave those one or two codes. Their channels
+    mixed: a few channels, of keys above all, are far larger than the rest and would leave those one or two codes. So the channels
     are mixed by a Hadamard matrix first (it is its own inverse); attention mixes its queries instead of mixing keys back.
     """
 
@@ -56,9 +56,9 @@ def mix(x: Tensor) -> Tensor:
     return (x.float().unflatten(-1, (-1, len(matrix))) @ matrix).flatten(-2)
 
 
-def new_store(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu", *, keys: bool) -> Store:
+def new_store(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu", *, mixed: bool) -> Store:
     """Room for the keys or the values of one layer; only its page 0 is defined: zeros."""
-    store = Quantized(shape, dtype, device, mixed=keys) if dtype in LARGEST else torch.empty(shape, dtype=dtype, device=device)
+    store = Quantized(shape, dtype, device, mixed=mixed) if dtype in LARGEST else torch.empty(shape, dtype=dtype, device=device)
     for part in parts(store):
         part[0].zero_()
     return store

@@ -109,7 +109,7 @@ class HeldSignals:
                         self.handlers[number] = handler
                         signal.signal(number, self.note)
             except BaseException:  # by a handler that is not held yet
-                self.holding = False
+                self.restore()
                 raise
         return self
 
@@ -126,13 +126,17 @@ class HeldSignals:
             number = self.waiting.pop(0)
             self.handlers[number](number, None)
 
-    def __exit__(self, *_: object) -> None:
+    def restore(self) -> None:
+        """Put the handlers back where nobody has set others since."""
         try:
             for number, handler in self.handlers.items():
-                if signal.getsignal(number) == self.note:  # nobody has set another one since
+                if signal.getsignal(number) == self.note:
                     signal.signal(number, handler)
         finally:
             self.holding = False
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
         self.deliver()
 
 

@@ -64,7 +64,7 @@ def test_mixed_channels_keep_small_ones_beside_large_ones():  # FAULTS 50
     small = torch.arange(64) != 3
     errors = []
     for mixed in (True, False):
-        store = new_store((5, 4, 2, 64), torch.int8, keys=mixed)
+        store = new_store((5, 4, 2, 64), torch.int8, mixed=mixed)
         write(store, slots, keys)
         errors.append(float((read(store, slots, torch.float32) - keys)[..., small].norm() / keys[..., small].norm()))
         found = attention_scores(mixed_as(store, q), read_mixed(store, slots, torch.float32), None)
@@ -228,10 +228,10 @@ def test_saved_branches_go_into_another_dtype_and_place(tmp_path, kv_dtype):
     into_wide = stored(load_branches(wide, tmp_path / "eight", force=True)[0])
     back = stored(load_branches(eight, tmp_path / "eight")[0])
     plain = [dequantise(*pair, dtype) for pair in zip(back[::2], back[1::2])]
-    assert all(torch.equal(x, y) for x, y in zip(into_wide, [*map(mix, plain[:2]), *plain[2:]]))
+    assert all(torch.equal(x, y) for x, y in zip(into_wide, map(mix, plain)))
     own = stored(load_branches(wide, tmp_path / "wide")[0])
     into_eight = stored(load_branches(eight, tmp_path / "wide", force=True)[0])
-    expected = [part for x in (*map(mix, own[:2]), *own[2:]) for part in quantise(x, dtype)]
+    expected = [part for x in map(mix, own) for part in quantise(x, dtype)]
     assert all(torch.equal(x, y) for x, y in zip(into_eight, expected))
     away = load_branches(eight, tmp_path / "eight", start=120)[0]
     moved = [mix(apply_rope(keys, *eight.model.rope.tables(torch.tensor([117])))) for keys in into_wide[:2]]
@@ -281,4 +281,4 @@ def test_quality_on_the_default_model(default_model):  # FAULTS 50, 51
     print(f"KL {divergence:.2e}, perplexity {perplexity[0]:.3f} -> {perplexity[1]:.3f}")
     print(f"other top-1 than with a bf16 cache in fp32: int8 cache {int8_differs:.4f}, all in bf16 {bf16_differs:.4f}")
     assert len(exact) == 1000 and 0 < divergence <= 1.5e-3 and perplexity[1] <= 1.001 * perplexity[0]
-    assert int8_differs <= bf16_differs + 0.005 and int8_differs <= 0.02
+    assert int8_differs <= bf16_differs + 0.005 and int8_differs <= 0.01
