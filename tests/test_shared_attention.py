@@ -35,7 +35,7 @@ def test_rows_with_a_common_part_equal_dense_attention(calls, dtype, tolerance, 
     shared, own, dim, page = 70, [1, 5, 90], 16, 4
     pages = (shared + sum(own)) // page + 3
     wide = torch.float32 if dtype == torch.int8 else dtype
-    keys, values = (new_store((pages, page, kv_heads, dim), dtype, keys=is_keys) for is_keys in (True, False))
+    keys, values = (new_store((pages, page, kv_heads, dim), dtype, mixed=True) for _ in range(2))
     slots = torch.randperm((pages - 1) * page) + page if scattered else torch.arange(page, pages * page)
     k, v = (torch.randn(len(slots), kv_heads, dim).to(wide) for _ in range(2))
     rows, at, new = [], shared, []
