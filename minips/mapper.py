@@ -61,6 +61,13 @@ class Coefficients:
     value_shift: Tensor
 
 
+def joined(parts: Sequence[Coefficients | None]) -> Coefficients | None:
+    """Coefficients of several merges as those of all their branches, one behind the other."""
+    if not parts or parts[0] is None:
+        return None
+    return Coefficients(*map(torch.cat, zip(*(vars(part).values() for part in parts))))
+
+
 class CacheMapper(nn.Module):
     """Maps K and V of merged branches. Starts as the exact identity; `normalize` and `none` have no parameters."""
 

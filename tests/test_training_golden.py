@@ -11,7 +11,8 @@ from minips.adapter import Adapter, load_adapter
 from minips.config import MergeOptions
 from minips.lora import LoRALinear
 from minips.mapper import MapperConfig
-from minips.training.loss import Item, MergedCache, batch_loss
+from minips.merge import plan_merge
+from minips.training.loss import Item, MergedCaches, batch_loss
 from minips.training.network import Network
 
 from .support import GOLDEN, OUTS, OWNS, U, branches_of, golden_engine, prompt_ids, relative_error, tiny_engine, u_logits
@@ -60,10 +61,11 @@ def test_losses_gradients_and_steps_of_the_release(name):
     network, branches = released_network(engine, case), given_branches(engine, case)
     split = case["labels"].count(-100)
     item = Item(branches, case["input_ids"][:split], case["input_ids"][split:])
-    cache = MergedCache(item, OFFICIAL, 4096, network.model.rope, network.mapper)
-    assert cache.next_position == case["position_offset"] and cache.length == sum(b["kept_len"] for b in case["branches"])
+    plan = plan_merge(branches, OFFICIAL, 4096, lossy=False)
+    caches = MergedCaches([plan], engine.pool, network.model.rope, network.mapper)
+    assert plan.next_position == case["position_offset"] and caches.lengths == [sum(b["kept_len"] for b in case["branches"])]
     for layer in range(engine.config.num_hidden_layers):
-        for part, found in zip("kv", cache.read(layer)):
+        for part, found in zip("kv", caches.read(layer, torch.float32)[0]):
             expected = torch.cat([golden[f"branch{i}.mapped.{part}"][layer] for i in range(len(branches))], 1).transpose(0, 1)
             assert relative_error(found.detach(), expected) < 1e-4
     optimizer = torch.optim.AdamW(network.trainable().values(), lr=case["optimizer"]["lr"], weight_decay=0.0)

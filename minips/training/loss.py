@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ from ..engine import Engine
 from ..errors import MinipsError, RoomError
 from ..kv_cache import Branch, KVPool
 from ..kv_storage import read
-from ..mapper import CacheMapper
+from ..mapper import CacheMapper, joined
 from ..merge import Plan, plan_merge
 from ..rope import Rope
 from ..transform import KeyMove
@@ -37,29 +38,42 @@ class Item:
     target: list[int]
 
 
-class MergedCache:
-    """K and V that an item's prompt attends to, per layer, differentiable in the mapper: the kept prefix, then the branches."""
+class MergedCaches:
+    """K and V that the items' prompts attend to, per layer, differentiable in the mapper: of each item the kept prefix, then its branches.
 
-    def __init__(self, item: Item, options: MergeOptions, limit: int, rope: Rope, mapper: CacheMapper | None):
-        plan = plan_merge(item.branches, options, limit, lossy=False)
-        pool = item.branches[0].pool
-        self.pool, self.mapper, self.next_position = pool, mapper, plan.next_position
-        self.prefix = torch.cat([pool.slots(s.pages, s.length) for s in plan.prefix]) if plan.prefix else None
-        self.slots, positions, deltas, self.whose = _tokens(plan, pool)
-        self.coefficients = mapper.coefficients(plan.spans) if mapper is not None else None
+    All items are read, moved and mapped at once. plans: one an item; None: it has no branches, and attends to nothing.
+    """
+
+    def __init__(self, plans: Sequence[Plan | None], pool: KVPool, rope: Rope, mapper: CacheMapper | None):
+        self.pool, self.mapper = pool, mapper
+        none = torch.empty(0, dtype=torch.int64, device=pool.device)
+        prefixes = [[pool.slots(s.pages, s.length) for s in plan.prefix] if plan is not None else [] for plan in plans]
+        self.prefix = torch.cat([none, *chain.from_iterable(prefixes)])
+        self.prefix_lengths = [sum(map(len, parts)) for parts in prefixes]
+        tokens, before, coefficients = [], 0, []
+        for plan in filter(None, plans):
+            tokens.append(_tokens(plan, pool, before))
+            before += len(plan.pieces)
+            coefficients.append(mapper.coefficients(plan.spans) if mapper is not None else None)
+        kept = iter(tokens)
+        self.kept_lengths = [len(next(kept)[0]) if plan is not None else 0 for plan in plans]
+        self.lengths = list(map(sum, zip(self.prefix_lengths, self.kept_lengths)))
+        self.slots, positions, deltas, self.whose = map(torch.cat, zip(*tokens)) if tokens else (none,) * 4
+        self.coefficients = joined(coefficients)
         self.move = KeyMove(rope, positions, deltas, self.whose, mapper, self.coefficients)
-        self.length = len(self.slots) + (len(self.prefix) if self.prefix is not None else 0)
 
-    def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """fp32 [length, kv_heads, head_dim] each."""
+    def read(self, layer: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+        """K and V [length, kv_heads, head_dim] of every item."""
         keys, values = self.pool.keys[layer], self.pool.values[layer]
-        moved = self.move(layer, read(keys, self.slots, torch.float32))
-        mapped = read(values, self.slots, torch.float32)
+        moved, mapped = (read(store, self.slots, torch.float32) for store in (keys, values))
+        moved = self.move(layer, moved)
         if self.mapper is not None:
             mapped = self.mapper.map("value", layer, mapped, self.coefficients, self.whose)
-        if self.prefix is None:
-            return moved, mapped
-        return torch.cat((read(keys, self.prefix, torch.float32), moved)), torch.cat((read(values, self.prefix, torch.float32), mapped))
+        parts = []
+        for store, ours in ((keys, moved), (values, mapped)):
+            before, ours = read(store, self.prefix, dtype).split(self.prefix_lengths), ours.to(dtype).split(self.kept_lengths)
+            parts.append([torch.cat(pair) for pair in zip(before, ours)])
+        return list(zip(*parts))
 
 
 def batch_loss(
@@ -72,13 +86,13 @@ def batch_loss(
     """
     engine, model = network.engine, network.model
     limit = engine.config.max_position_embeddings
-    rows, ids, positions, labelled, labels, shares = [], [], [], [], [], []
+    ids, positions, counts, labelled, labels, shares = [], [], [], [], [], []
     engine.pool.require(0, "a training batch", [s for item in items for branch in item.branches for s in branch.segments])
-    for item in items:
+    plans = [plan_merge(item.branches, options, limit, lossy=False) if item.branches else None for item in items]
+    for item, plan in zip(items, plans):
         if not item.prompt or not item.target:
             raise MinipsError("training: an item has no prompt or no target tokens")
-        cache = MergedCache(item, options, limit, model.rope, network.mapper) if item.branches else None
-        first = cache.next_position if cache is not None else 0
+        first = plan.next_position if plan is not None else 0
         fed = [*item.prompt, *item.target[:-1]]
         engine.check_positions(first, len(fed), "prompt and target")
         labelled += range(len(ids) + len(item.prompt) - 1, len(ids) + len(fed))
@@ -86,9 +100,9 @@ def batch_loss(
         shares += [1.0 if weighting == "token" else 1 / len(item.target)] * len(item.target)
         ids += fed
         positions += range(first, first + len(fed))
-        rows.append((cache, len(fed)))
+        counts.append(len(fed))
     device = engine.device
-    attend = _Attend(rows, device)
+    attend = _Attend(MergedCaches(plans, engine.pool, model.rope, network.mapper), counts, engine.dtype)
     hidden = _forward(model, torch.tensor(ids, device=device), torch.tensor(positions, device=device), attend, layer_checkpoints)
     hidden, wanted = hidden[torch.tensor(labelled, device=device)], torch.tensor(labels, device=device)
     total, weights = hidden.new_zeros((), dtype=torch.float32), torch.tensor(shares, device=device)
@@ -127,10 +141,10 @@ def _summed(head: torch.nn.Module, hidden: Tensor, wanted: Tensor, weights: Tens
     return (F.cross_entropy(head(hidden).float()[:, :valid_vocab], wanted, reduction="none") * weights).sum()
 
 
-def _tokens(plan: Plan, pool: KVPool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Slot, new position, delta and branch of every kept token, int64 [n]."""
+def _tokens(plan: Plan, pool: KVPool, before: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Slot, new position, delta and branch (counted on from `before`) of every kept token, int64 [n]."""
     slots, positions, deltas, whose = [], [], [], []
-    for branch, pieces in enumerate(plan.pieces):
+    for branch, pieces in enumerate(plan.pieces, before):
         for piece in pieces:
             slots.append(pool.slots(piece.segment.pages, piece.first + piece.length)[piece.first :])
             positions.append(torch.arange(piece.start, piece.start + piece.length))
@@ -140,29 +154,25 @@ def _tokens(plan: Plan, pool: KVPool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 class _Attend:
-    """Attention of packed rows, each over its own merged cache (None: nothing) and causally over itself."""
+    """Attention of packed rows of `counts` new tokens, each over its own merged cache (nothing, where that is empty) and causally over itself."""
 
-    def __init__(self, rows: Sequence[tuple[MergedCache | None, int]], device: torch.device):
-        self.rows = rows
-        self.masks: list[Tensor | None] = [
-            torch.ones(count, cache.length + count, dtype=torch.bool, device=device).tril(cache.length) if cache is not None else None
-            for cache, count in rows
-        ]
+    def __init__(self, caches: MergedCaches, counts: Sequence[int], dtype: torch.dtype):
+        self.caches, self.counts, self.masks = caches, counts, []
+        for past, count in zip(caches.lengths, counts):
+            seen = torch.ones(count, past + count, dtype=torch.bool, device=caches.slots.device).tril(past)
+            self.masks.append(torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf) if past else None)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        outputs, start = [], 0
-        for (cache, count), mask in zip(self.rows, self.masks):
-            keys, values = k[start : start + count], v[start : start + count]
-            if cache is not None:
-                keys, values = (torch.cat((old.to(q.dtype), new)) for old, new in zip(cache.read(layer), (keys, values)))
-            out = F.scaled_dot_product_attention(
-                q[start : start + count].transpose(0, 1)[None],
-                keys.transpose(0, 1)[None],
-                values.transpose(0, 1)[None],
-                attn_mask=mask,
-                is_causal=mask is None,
-                enable_gqa=True,
-            )
-            outputs.append(out[0].transpose(0, 1))
-            start += count
+        olds = self.caches.read(layer, q.dtype) if any(self.caches.lengths) else [None] * len(self.counts)
+        outputs = []
+        for row, keys, values, old, mask in zip(*(x.split(self.counts) for x in (q, k, v)), olds, self.masks):
+            if mask is None:
+                row, keys, values = (x.transpose(0, 1)[None] for x in (row, keys, values))
+                out = F.scaled_dot_product_attention(row, keys, values, is_causal=True, enable_gqa=True)[0]
+            else:  # the heads of a KV head as its queries: the same sums, and nothing is repeated
+                keys, values = (torch.cat(pair).transpose(0, 1)[None] for pair in zip(old, (keys, values)))
+                grouped = row.transpose(0, 1).reshape(1, keys.shape[1], -1, row.shape[-1])
+                group = row.shape[1] // keys.shape[1]
+                out = F.scaled_dot_product_attention(grouped, keys, values, mask.repeat(group, 1)).view(row.shape[1], *row.shape[::2])
+            outputs.append(out.transpose(0, 1))
         return torch.cat(outputs)
