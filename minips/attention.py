@@ -71,7 +71,7 @@ class GatherAttention:
             self.common = as_run(rows[0].slots[:shared])
             self.own = [as_run(row.slots[shared : row.past + 1]) for row in rows]
         else:
-            self.masks = [None if self._apart(row) else _causal_mask(row) for row in rows]
+            self.masks: list[Tensor | None] | None = None  # made when the dtype of the scores is known
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [T, heads, head_dim]; k, v [T, kv_heads, head_dim], rotated already -> [T, heads, head_dim]."""
@@ -80,6 +80,8 @@ class GatherAttention:
         dtype, q = q.dtype, mixed_as(self.keys[layer], q)  # mixed ones stay in fp32: rounding them to bf16 costs as much as 8 bits do
         if self.shared:
             return self._attend_shared(layer, q).to(dtype)
+        if self.masks is None:
+            self.masks = [self._mask(row, q) for row in self.rows]
         outputs, start = [], 0
         for row, mask in zip(self.rows, self.masks):
             length, first = row.past + row.count, row.first_slot
@@ -113,11 +115,18 @@ class GatherAttention:
         if self._apart(row):
             return _behind_past(heads, keys, values, row.past)[0].transpose(0, 1)
         if self.on_cpu and mask is not None:
-            group = len(heads[0]) // keys.shape[1]
-            out = F.scaled_dot_product_attention(heads.reshape(1, keys.shape[1], -1, q.shape[-1]), keys, values, mask.repeat(group, 1))
+            out = F.scaled_dot_product_attention(heads.reshape(1, keys.shape[1], -1, q.shape[-1]), keys, values, mask)
             return out.view(heads.shape)[0].transpose(0, 1)
         out = F.scaled_dot_product_attention(heads, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
         return out[0].transpose(0, 1)
+
+    def _mask(self, row: AttentionRow, q: Tensor) -> Tensor | None:
+        """What `_attend` needs for a row, whose queries are like q [any, heads, head_dim]."""
+        mask = None if self._apart(row) else _causal_mask(row)
+        if mask is None or row.reweight is not None or not self.on_cpu:
+            return mask
+        added = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -torch.inf)  # as SDPA would make it anew in each layer
+        return added.repeat(q.shape[1] // self.keys[0].shape[2], 1)
 
     def _apart(self, row: AttentionRow) -> bool:
         """Whether many new tokens attend to what is cached and to themselves apart: a mask would have all of its blocks computed."""

@@ -21,6 +21,8 @@ from .sampling import RowSampler, sample, token_logprobs
 from .tokenizer import StreamDecoder, Tokenizer
 from .turns import memory_errors, safe_point
 
+LOGITS_AT_ONCE = 64
+
 
 class Writer:
     """Extends a branch by one segment with room for `capacity` tokens; `hide` leaves the branch's last tokens unseen."""
@@ -103,8 +105,11 @@ def _in_common(writers: Sequence[Writer]) -> int:
 
 
 @torch.no_grad()
-def _forward(model: Model, writers: Sequence[Writer], ids: Sequence[Sequence[int]]) -> Tensor:
-    """Run new tokens of several sequences through the model and into the cache -> hidden [total tokens, hidden_size]."""
+def _forward(model: Model, writers: Sequence[Writer], ids: Sequence[Sequence[int]], wanted: Sequence[int] | None = None) -> Tensor:
+    """Run new tokens of several sequences through the model and into the cache -> hidden [total tokens, hidden_size].
+
+    wanted: which of all the tokens are asked for (None: all); at least one is computed.
+    """
     safe_point()
     pool = writers[0].pool
     attend = GatherAttention(pool.keys, pool.values, [writer.row(len(row)) for writer, row in zip(writers, ids)], _in_common(writers))
@@ -114,7 +119,8 @@ def _forward(model: Model, writers: Sequence[Writer], ids: Sequence[Sequence[int
     with memory_errors(
         f"computing {len(tokens)} tokens of {counted(len(writers), 'sequence')} behind {cached} cached ones on {pool.device}"
     ):
-        hidden = model(torch.tensor(tokens, device=pool.device), torch.tensor(positions, device=pool.device), attend)
+        chosen = torch.tensor(wanted or [0], device=pool.device) if wanted is not None and len(wanted) < len(tokens) else None
+        hidden = model(torch.tensor(tokens, device=pool.device), torch.tensor(positions, device=pool.device), attend, chosen)
     for writer, row in zip(writers, ids):
         writer.segment.length += len(row)
     return hidden
@@ -136,16 +142,24 @@ def feed(
             if count > 0:
                 batch.append((i, done[i], count))
                 room -= count
-        hidden = _forward(model, [writers[i] for i, _, _ in batch], [ids[i][a : a + n] for i, a, n in batch])
-        offset = 0
+        wanted, parts, offset = [], [], 0
         for i, first, count in batch:
             done[i] = first + count
-            wanted = max(starts[i], first)
-            if wanted < first + count:
-                with torch.no_grad():
-                    logits = model.logits(hidden[offset + wanted - first : offset + count])
-                yield i, wanted, logits
+            if (start := max(starts[i], first)) < first + count:
+                wanted += range(offset + start - first, offset + count)
+                parts.append((i, start, first + count - start))
             offset += count
+        hidden = _forward(model, [writers[i] for i, _, _ in batch], [ids[i][a : a + n] for i, a, n in batch], wanted)
+        yield from _logits(model, hidden, parts)
+
+
+@torch.no_grad()
+def _logits(model: Model, hidden: Tensor, parts: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int, Tensor]]:
+    """hidden of parts (row, index, count), one behind the other -> (row, index, logits). Small ones at once: each product reads the whole head."""
+    counts = [count for _, _, count in parts]
+    together = model.logits(hidden).split(counts) if parts and sum(counts) <= LOGITS_AT_ONCE else None
+    for at, ((row, index, _), states) in enumerate(zip(parts, hidden.split(counts) if parts else ())):
+        yield row, index, model.logits(states) if together is None else together[at]
 
 
 def prefill(model: Model, writers: Sequence[Writer], ids: Sequence[Sequence[int]], chunk: int) -> list[Tensor]:

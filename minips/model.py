@@ -52,14 +52,15 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(dim, config.rms_norm_eps) if config.qk_norm else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend, wanted: Tensor | None = None) -> Tensor:
         rows = _at_once(self, x).unflatten(-1, (-1, self.head_dim))
         q, k, v = rows.split((self.heads, self.kv_heads, self.kv_heads), -2)
         if self.q_norm is not None:
             q, k = apply_rope(self.q_norm(q), cos, sin), apply_rope(self.k_norm(k), cos, sin)
         else:
             q, k = apply_rope(rows[:, : -self.kv_heads], cos, sin).split((self.heads, self.kv_heads), -2)
-        return self.o_proj(attend(layer, q, k, v).flatten(-2))
+        out = attend(layer, q, k, v).flatten(-2)
+        return self.o_proj(out if wanted is None else out[wanted])
 
 
 class MLP(nn.Module):
@@ -92,8 +93,10 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, layer, attend)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend, wanted: Tensor | None = None) -> Tensor:
+        """x [T, hidden_size] -> the same, or its rows `wanted`: all tokens leave K and V, only those go on."""
+        attended = self.self_attn(self.input_layernorm(x), cos, sin, layer, attend, wanted)
+        x = attended + (x if wanted is None else x[wanted])
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -138,12 +141,16 @@ class Model(nn.Module):
         torch.empty(_KEPT_BY_MALLOC, dtype=torch.uint8)
         return model
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """input_ids, positions int64 [T] -> hidden states after the last norm, [T, hidden_size]."""
+    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None = None) -> Tensor:
+        """input_ids, positions int64 [T] -> hidden states after the last norm, [T, hidden_size].
+
+        wanted: int64 [n], the tokens whose hidden states are asked for (None: all); the last layer computes no more than those.
+        """
         cos, sin = self.rope.tables(positions)
         x = self.model.embed_tokens(input_ids)
+        last = len(self.model.layers) - 1
         for index, layer in enumerate(self.model.layers):
-            x = layer(x, cos, sin, index, attend)
+            x = layer(x, cos, sin, index, attend, wanted if index == last else None)
             if self.debug and not (finite := torch.isfinite(x).all(-1)).all():
                 where = ", ".join(map(str, (~finite).nonzero().flatten().tolist()[:5]))
                 raise MinipsError(f"layer {index}: the hidden states are not finite (tokens {where} of {len(x)} in this pass)")
