@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from . import adapter as files
+from .command import command
 from .config import DEFAULT_MODEL, MergeOptions, ModelConfig
 from .errors import MinipsError, brief, in_one_line
 from .hub import resolve_adapter, resolve_model
@@ -362,7 +363,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> int:
     """Carry out parsed arguments."""
     if args.command == "merge":
         print(merge_adapters(args.a, args.b, args.out, weight=args.weight, mapper=args.mapper, missing=args.missing))
@@ -371,26 +372,12 @@ def run(args: argparse.Namespace) -> None:
     else:
         found = describe(args.dir)
         print(json.dumps(found, indent=2) if args.json else render(found), flush=True)
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    args = build_parser().parse_args(argv)
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
-    try:
-        run(args)
-    except MinipsError as error:
-        print(f"minips: error: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"minips: error: {error.strerror or error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\nminips: interrupted", file=sys.stderr)
-        return 130
-    return 0
+    return command(argv, lambda: run(build_parser().parse_args(argv)))
 
 
 if __name__ == "__main__":

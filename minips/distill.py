@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from .command import command
 from .config import DEFAULT_MODEL, SamplingParams
 from .corpus.mixture import load_mixture, read_examples
 from .engine import Engine
@@ -158,8 +159,7 @@ def _seed(config: DistillConfig, *parts: object) -> int:
     return random.Random(f"{config.seed} {parts}").getrandbits(63)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0 done, 1 refused, 2 bad usage, 130 Ctrl-C."""
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m minips.distill", description=__doc__.split("\n\n")[1], epilog="A run is resumed by the same command."
     )
@@ -169,25 +169,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--out", metavar="FILE.jsonl", required=True, help='the rows; an entry {"file": FILE} of a training config reads them'
     )
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
-    args = parser.parse_args(argv)
+    return parser
 
+
+def run(args: argparse.Namespace) -> int:
     def say(text: str) -> None:
         if not args.quiet:
             print(text, file=sys.stderr, flush=True)
 
-    try:
-        count = distill(DistillConfig.from_file(args.config), args.out, data=args.data, base=Path(args.config).parent, say=say)
-        print(f"{args.out}: {count} rows")
-        return 0
-    except MinipsError as error:
-        print(f"minips: error: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"minips: error: {args.out}: cannot be written ({error.strerror})", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\nminips: interrupted; the same command goes on from here", file=sys.stderr)
-        return 130
+    count = distill(DistillConfig.from_file(args.config), args.out, data=args.data, base=Path(args.config).parent, say=say)
+    print(f"{args.out}: {count} rows")
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0 done, 1 refused, 2 bad usage, 130 Ctrl-C. argv None: the process ends with this call."""
+    return command(argv, lambda: run(build_parser().parse_args(argv)), again="the same command goes on from here")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .command import command
 from .config import DEFAULT_MODEL
 from .errors import MinipsError
 
@@ -233,17 +234,7 @@ def show_list() -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0 done, 1 refused or a mark missed, 2 bad usage, 130 Ctrl-C."""
-    args = build_parser().parse_args(argv)
-    try:
-        return run(args)
-    except MinipsError as error:
-        print(f"minips: error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\nminips: interrupted; the same command goes on from here", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        return 1
+    return command(argv, lambda: run(build_parser().parse_args(argv)), again="the same command goes on from here")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from .chat import default_prompt
+from .command import command
 from .config import DEFAULT_MODEL, SamplingParams
 from .errors import MinipsError, brief, counted, in_one_line
 from .screen import open_screen
@@ -334,48 +335,17 @@ def print_json(data: dict) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0 done, 1 refused or failed (one line), 2 bad usage, 130 Ctrl-C. argv None: the process ends with this call."""
-    try:
-        return run_and_tell(argv)
-    except KeyboardInterrupt:  # before the run, or a second one while the first was being told
-        return 130
-    finally:
-        if argv is None and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # another Ctrl-C must not end in the interpreter's own traceback
+    return command(argv, lambda: parse_and_run(argv))
 
 
-def run_and_tell(argv: Sequence[str] | None) -> int:
-    """Parse and run; every end of it is a code, and one line where it did not end well."""
+def parse_and_run(argv: Sequence[str] | None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
     if args.task is None and args.workflow is None and args.load_branches is None and not args.interactive:
         parser.error("TASK is missing")
     if sys.stdout is None:
         parser.exit(1, "minips: error: standard output is closed, so the answer has nowhere to go\n")
-    if sys.stderr is None:  # closed by the caller: print would fall back to stdout
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a terminal that cannot show a character must not end the run
-            stream.reconfigure(errors="backslashreplace")
-    try:
-        return run(args)
-    except MinipsError as error:
-        print(f"minips: error: {in_one_line(error)}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\nminips: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # the reader of stdout went away: nobody is left to tell
-        silence_stdout()
-        return 1
-    except OSError as error:
-        silence_stdout()
-        print(f"minips: error: the output cannot be written ({error.strerror or error})", file=sys.stderr)
-        return 1
-
-
-def silence_stdout() -> None:
-    """Point stdout at nothing, so that the interpreter's last flush does not fail too."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return run(args)
 
 
 if __name__ == "__main__":

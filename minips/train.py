@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from .adapters import merge_adapters
+from .command import command
 from .corpus.mixture import load_mixture
 from .engine import Engine
 from .errors import MinipsError, brief
@@ -170,15 +171,7 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0 done, 1 refused, 2 bad usage, 130 Ctrl-C (a checkpoint is written)."""
-    args = build_parser().parse_args(argv)
-    try:
-        return run(args)
-    except MinipsError as error:
-        print(f"minips: error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\nminips: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
-        return 130
+    return command(argv, lambda: run(build_parser().parse_args(argv)), again="the same command goes on from the last checkpoint")
 
 
 if __name__ == "__main__":

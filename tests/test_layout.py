@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "minips"
 LAYERS = [
-    {"config", "errors", "reading", "results", "turns"},
+    {"command", "config", "errors", "reading", "results", "turns"},
     {"rope", "kv_storage", "attention", "sampling", "tokenizer", "chat", "gguf_convert", "shipped", "hub", "weights", "files", "matrix"},
     {"kv_cache", "model", "lora", "mapper", "quantize"},
     {"prompts", "decoding", "answering", "engine", "adapter", "branch_files", "cuda_graph"},
@@ -16,7 +16,7 @@ LAYERS = [
     {"generate", "convert", "adapters", "train", "distill", "evaluate"},
 ]
 SAME_LAYER = {
-    ("config", "errors"), ("config", "reading"), ("reading", "errors"), ("results", "errors"), ("results", "turns"), ("turns", "errors"),
+    ("command", "errors"), ("config", "errors"), ("config", "reading"), ("reading", "errors"), ("results", "errors"), ("results", "turns"), ("turns", "errors"),
     ("chat", "tokenizer"), ("hub", "gguf_convert"), ("hub", "weights"), ("hub", "shipped"),
     ("gguf_convert", "weights"), ("kv_storage", "weights"), ("attention", "kv_storage"),
     ("answering", "decoding"), ("engine", "answering"), ("engine", "prompts"), ("engine", "decoding"), ("engine", "cuda_graph"),
