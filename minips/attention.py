@@ -153,26 +153,35 @@ class TableAttention:
 
     A gather, not FlexAttention over the pages: it is the same on every device, reads 8-bit pages too, and takes any number of heads
     a KV head; it costs a copy of what a step attends, which the weights of a step outweigh.
-
-    table: int64 [rows, width], the slots of each row in order; from `lengths` on anything. lengths: int64 [rows], the new token counted.
     """
 
     def __init__(self, keys: list[Store], values: list[Store], table: Tensor, lengths: Tensor):
         self.keys, self.values = keys, values
-        seen = torch.arange(table.shape[1], device=table.device) < lengths[:, None]
-        self.write_slots = table.gather(1, lengths[:, None] - 1)[:, 0]
-        self.slots = torch.where(seen, table, table[:, :1]).flatten()  # a weight of 0 times the junk of an unfilled slot may be NaN
-        self.mask = seen[:, None, None]
+        self.inputs = table_inputs(table, lengths)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [rows, heads, head_dim]; k, v [rows, kv_heads, head_dim], rotated already -> [rows, heads, head_dim]."""
-        write(self.keys[layer], self.write_slots, k)
-        write(self.values[layer], self.write_slots, v)
-        dtype, q = q.dtype, mixed_as(self.keys[layer], q)
-        keys, values = read_mixed(self.keys[layer], self.slots, q.dtype), read(self.values[layer], self.slots, q.dtype)
-        keys, values = (x.unflatten(0, (len(q), -1)).transpose(1, 2) for x in (keys, values))  # [rows, kv_heads, width, head_dim]
-        grouped = q.unflatten(1, (keys.shape[1], -1))
-        return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self.mask).flatten(1, 2).to(dtype)
+        return attend_table(self.keys[layer], self.values[layer], *self.inputs, q, k, v)
+
+
+def table_inputs(table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What the layers of a step share: slots to write int64 [rows], slots to read [rows * width], mask bool [rows, 1, 1, width].
+
+    table: int64 [rows, width], the slots of each row in order; from `lengths` on anything. lengths: int64 [rows], the new token counted.
+    """
+    seen = torch.arange(table.shape[1], device=table.device) < lengths[:, None]
+    slots = torch.where(seen, table, table[:, :1]).flatten()  # a weight of 0 times the junk of an unfilled slot may be NaN
+    return table.gather(1, lengths[:, None] - 1)[:, 0], slots, seen[:, None, None]
+
+
+def attend_table(keys: Store, values: Store, write_slots: Tensor, slots: Tensor, mask: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """`TableAttention` of one layer, with what `table_inputs` made."""
+    write(keys, write_slots, k)
+    write(values, write_slots, v)
+    dtype, q = q.dtype, mixed_as(keys, q)
+    old = (x.unflatten(0, (len(q), -1)).transpose(1, 2) for x in (read_mixed(keys, slots, q.dtype), read(values, slots, q.dtype)))
+    grouped = q.unflatten(1, (k.shape[1], -1))  # keys and values [rows, kv_heads, width, head_dim]
+    return F.scaled_dot_product_attention(grouped, *old, attn_mask=mask).flatten(1, 2).to(dtype)
 
 
 def _reweighted(q: Tensor, keys: Tensor, values: Tensor, reweight: Reweight, mask: Tensor | None) -> Tensor:

@@ -7,10 +7,7 @@ null page alone. Nothing here waits for the device: tokens are chosen on it, and
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from weakref import WeakKeyDictionary, ref
@@ -19,8 +16,8 @@ import torch
 from torch import Tensor
 
 from .attention import TableAttention
+from .compiled import CompiledLayers, Tables
 from .config import SamplingParams
-from .errors import counted
 from .kv_cache import KVPool
 from .kv_storage import Store
 from .model import Model
@@ -29,7 +26,6 @@ from .sampling import RowSampler
 ROWS = (1, 2, 4, 8, 16, 32)
 NARROWEST = 256  # slots of a row; wider tables are powers of two and three quarters of them
 LARGEST = 1 << 19  # slots of a whole table: what a step of them gathers, 2 GiB a layer of Llama-3.1-8B, is there once for all graphs
-_FORMS = 256  # of the compiled step, one a graph; Dynamo would give up at eight
 _SHORT = 1 - 1e-6  # of a min_p threshold, as in `sampling`
 
 
@@ -86,17 +82,17 @@ class CudaCapture:
 class DecodeGraphs:
     """The captured steps of one engine; those of a weight set are freed with its model.
 
-    captures, replays, eager_steps: counted, so that it can be told which way a call went. compile: kernels compiled by Inductor
-    inside the graphs; a line on stderr says so, for it takes a while.
+    captures, replays, eager_steps: counted, so that it can be told which way a call went. compile: with compiled layers inside.
     """
+
+    ahead = True  # tokens are chosen on the device
 
     def __init__(self, pool: KVPool, capture: Capture | None = None, *, compile: bool = False):
         self.pool = pool
         self._capture = capture or CudaCapture(pool.device)
-        self._step = torch.compile(_step, fullgraph=True, dynamic=False) if compile else _step
-        self._compiled = compile
+        self._step = CompiledLayers(dynamic=False).step if compile else _step
         self._graphs: WeakKeyDictionary[Model, dict[tuple[int, int], tuple[Inputs, Replay, Tensor]]] = WeakKeyDictionary()
-        self._table: tuple[list[Tensor], Tensor] = ([], torch.empty(0, 0))
+        self._tables = Tables(pool.device)
         self.captures = self.replays = self.eager_steps = 0
 
     def stats(self) -> dict[str, int]:
@@ -127,34 +123,18 @@ class DecodeGraphs:
         if bucket not in graphs:
             graphs[bucket] = self._captured(model, *bucket)
         inputs, replay, logits = graphs[bucket]
-        table = self._table_of(slots, bucket)
+        table = self._tables.of(slots, *bucket)
         inputs.fill(tokens, *to_device(torch.tensor([list(positions), list(lengths)]), self.pool.device), table)
         replay()
         self.replays += 1
         return logits[: len(tokens)].clone()  # the next replay overwrites them
 
     def _captured(self, model: Model, rows: int, width: int) -> tuple[Inputs, Replay, Tensor]:
-        if self._compiled:
-            print(f"compiling the decode step for {counted(rows, 'row')} of up to {width} tokens ...", file=sys.stderr, flush=True)
-        started = time.perf_counter()
         inputs = Inputs.padding(rows, width, self.pool.device)
         step = partial(_run, self._step, ref(model), self.pool.keys, self.pool.values, inputs)
-        with torch._dynamo.config.patch(recompile_limit=_FORMS) if self._compiled else nullcontext():
-            replay, logits = self._capture(step, inputs)
+        replay, logits = self._capture(step, inputs)
         self.captures += 1
-        if self._compiled:
-            print(f"compiled in {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
         return inputs, replay, logits
-
-    def _table_of(self, slots: Sequence[Tensor], bucket: tuple[int, int]) -> Tensor:
-        """int64 [rows, width]; made anew where the rows or the bucket are not those of the step before."""
-        known, table = self._table
-        if table.shape != bucket or len(known) != len(slots) or any(a is not b for a, b in zip(known, slots)):
-            table = torch.zeros(bucket, dtype=torch.int64, device=self.pool.device)
-            for row, own in zip(table, slots):
-                row[: len(own)] = own[: len(row)]
-            self._table = (list(slots), table)
-        return table
 
     @torch.no_grad()
     def choose(self, logits: Tensor, rows: Sequence[RowSampler]) -> Chosen:

@@ -188,7 +188,7 @@ class DecodeRow:
         if params.stop and tokenizer is None:
             raise MinipsError("SamplingParams: stop strings need a tokenizer, and this model folder has no tokenizer.json")
         self.writer, self.params, self.limit, self.stop_ids, self.label = writer, params, limit, stop_ids, label
-        self.graphs = graphs  # the engine's `DecodeGraphs`, where it has them
+        self.graphs = graphs  # the engine's `DecodeGraphs` or `CompiledSteps`, where it has them
         self.sampler = RowSampler(params, stream, writer.branch.token_ids, writer.branch.next_logits.shape[-1], valid_vocab)
         self.decoder = StreamDecoder(tokenizer, params.stop) if tokenizer is not None else None
         self.ids: list[int] = []
@@ -252,7 +252,8 @@ def decode_rows(model: Model, rows: Sequence[DecodeRow], drain: bool) -> Iterato
     if not active:
         return
     logits = torch.stack([rows[index].last_logits for index in active])
-    if rows[0].graphs is not None and not any(row.needs_logits for row in rows):
+    graphs = rows[0].graphs
+    if graphs is not None and graphs.ahead and not any(row.needs_logits for row in rows):
         yield from _decode_ahead(model, rows, active, logits, drain)
         return
     while active:

@@ -10,6 +10,7 @@ from .answering import answer, answer_batch, score_ids, work
 from .branch_files import load_branches, save_branches
 from .chat import ChatFormat, detect_format
 from .config import DEFAULT_MODEL, EngineConfig, ModelConfig, SamplingParams
+from .compiled import CompiledSteps
 from .cuda_graph import DecodeGraphs
 from .decoding import DecodeRow, Writer, open_writers, prefill
 from .errors import MinipsError, RoomError
@@ -61,12 +62,15 @@ class Engine:
             size = tokens * self.kv_bytes_per_token / 2**30
             raise MinipsError(f"KV cache: {tokens} tokens ({size:.4g} GiB) cannot be allocated; lower max_kv_tokens") from None
         on_cuda = self.device.type == "cuda"
-        if not on_cuda and (cuda_graphs or compile) or compile and cuda_graphs is False:
-            name = "compile" if compile else "cuda_graphs"
-            raise MinipsError(
-                f"{name}: decode steps are captured on CUDA only, this engine runs on {self.device} without graphs; leave it off"
-            )
-        self.graphs = DecodeGraphs(self.pool, compile=compile) if on_cuda and cuda_graphs is not False else None
+        if cuda_graphs and not on_cuda:
+            raise MinipsError(f"cuda_graphs: decode steps are captured on CUDA only, this engine runs on {self.device}; leave it off")
+        if compile and on_cuda and cuda_graphs is False:
+            raise MinipsError("compile: on CUDA, compiled layers run inside of graphs; leave cuda_graphs on")
+        self.graphs: DecodeGraphs | CompiledSteps | None = None
+        if on_cuda and cuda_graphs is not False:
+            self.graphs = DecodeGraphs(self.pool, compile=compile)
+        elif compile:
+            self.graphs = CompiledSteps(self.pool)
         self.valid_vocab = min(config.vocab_size, tokenizer.vocab_size) if tokenizer is not None else config.vocab_size
         self.stop_ids = frozenset(tokenizer.eos_token_ids if tokenizer is not None else config.eos_token_ids)
         self.counters = dict.fromkeys(("prefilled_tokens", "decoded_tokens", "reused_tokens", "rerotated_tokens", "copied_tokens"), 0)
@@ -95,7 +99,7 @@ class Engine:
 
         quantize: int8 or int4 for weights in fewer bits (see quantize.py). max_device_kv_bytes: so large is the KV cache on the device;
         branches that a call does not need are parked in host memory when it is full. cuda_graphs: decode by captured steps (default: on
-        CUDA); compile: with compiled kernels inside.
+        CUDA). compile: decode through compiled layers, which takes a while at the first steps (and a C++ compiler on a CPU).
         """
         folder = resolve_model(str(model), progress=progress)
         config = ModelConfig.from_folder(folder)

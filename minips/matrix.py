@@ -8,7 +8,9 @@ weights of a step with few rows are read about twice as fast.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -62,12 +64,34 @@ class Packed:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
         self.weight, self.bias = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 1), bias
+        self.rows, self.number = len(weight), torch.tensor(next(_numbers))
+        _packed[int(self.number)] = self
 
     def __call__(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():  # which knows no tensors of this layout
+            return torch.ops.minips.packed_linear(x, self.number, self.rows)
+        return self.product(x)
+
+    def product(self, x: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
 
     def dense(self) -> Tensor:
         return self.weight.to_dense()
+
+
+_numbers = count()
+_packed: WeakValueDictionary[int, Packed] = WeakValueDictionary()
+_library = torch.library.Library("minips", "DEF")
+_library.define("packed_linear(Tensor x, Tensor number, int rows) -> Tensor")
+
+
+def _packed_linear(x: Tensor, number: Tensor, rows: int) -> Tensor:
+    """The product of the `Packed` of this number, which has so many rows."""
+    return _packed[int(number)].product(x)
+
+
+_library.impl("packed_linear", _packed_linear, "CPU")
+torch.library.register_fake("minips::packed_linear", lambda x, number, rows: x.new_empty(*x.shape[:-1], rows), lib=_library)
 
 
 def packable(weight: Tensor) -> bool:

@@ -326,9 +326,8 @@ def test_unfilled_slots_of_a_table_do_not_matter():
 
 def test_graphs_are_refused_where_there_are_none():
     config = tiny_config()
-    for options in ({"cuda_graphs": True}, {"compile": True}, {"cuda_graphs": False, "compile": True}):
-        with pytest.raises(MinipsError, match=f"^{'compile' if 'compile' in options else 'cuda_graphs'}: .*on cpu"):
-            Engine(Model.from_tensors(config, random_tensors(config)), config, settings=tiny_engine().settings, **options)
+    with pytest.raises(MinipsError, match="^cuda_graphs: .*on cpu"):
+        Engine(Model.from_tensors(config, random_tensors(config)), config, settings=tiny_engine().settings, cuda_graphs=True)
     assert tiny_engine().graphs is None
 
 

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from minips import SamplingParams, cuda_graph, sampling
+from minips import Engine, EngineConfig, MinipsError, SamplingParams, Synthesizer, compiled, cuda_graph, sampling
 from minips.cuda_graph import draw
 from minips.sampling import RowSampler
-from tests.support import prompt_ids, tiny_config, tiny_engine
-from tests.test_cuda_graph import forks, graphed
+from minips.lora import fold
+from tests.support import U, branches_of, prompt_ids, tiny_config, tiny_engine
+from tests.test_cuda_graph import Doubled, forks, graphed
 
 no_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPU")
 
@@ -46,32 +47,92 @@ def test_ids_beyond_the_vocabulary_are_never_chosen():
         assert max(tokens) < 90 and tokens[0] == 0
 
 
-def compiled_engine(monkeypatch, backend, narrowest):
-    monkeypatch.setattr(cuda_graph, "NARROWEST", narrowest)
+# Compiled layers
+
+
+BACKENDS = pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=[pytest.mark.slow, no_compiler])])
+
+
+@pytest.fixture
+def counted(monkeypatch, backend):
+    """Dynamo's counters; compilation by `backend`, and room for one form of each function only."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    torch._dynamo.reset()  # the step is one function for all engines
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    torch._dynamo.reset()
     counters.clear()
-    return graphed(tiny_engine(tiny_config(num_hidden_layers=1)), compile=True)
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        yield counters
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=[pytest.mark.slow, no_compiler])])
-def test_a_compiled_step_is_compiled_once_for_50_lengths(capsys, monkeypatch, backend):  # FAULTS 57, 59
-    engine, eager = compiled_engine(monkeypatch, backend, 64), tiny_engine(tiny_config(num_hidden_layers=1))
+def compiled_engine(kv_dtype="auto", max_kv_tokens=4000):
+    base = tiny_engine(tiny_config(max_position_embeddings=1024))
+    settings = EngineConfig("cpu", "auto", kv_dtype, 4, max_kv_tokens)
+    return Engine(base.model, base.config, settings=settings, compile=True), Engine(base.model, base.config, settings=settings)
+
+
+@BACKENDS
+def test_a_compiled_layer_is_compiled_once_for_50_lengths_on_a_cpu(capsys, counted):  # FAULTS 57, 59
+    engine, eager = compiled_engine()
     params = SamplingParams(max_tokens=3, ignore_eos=True)
-    for length in range(1, 51):
+    for length in [*range(1, 48), 255, 256, 700]:
         assert engine.generate(prompt_ids(length), params).token_ids == eager.generate(prompt_ids(length), params).token_ids
-    assert engine.graphs.captures == 1 and counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
-    assert engine.graphs.replays == 100 and engine.graphs.eager_steps == 0
+    assert counted["stats"]["unique_graphs"] == 1 and not counted["graph_break"]
+    assert engine.stats()["compiled_steps"] == 100 and engine.stats()["eager_steps"] == 0
+    for rows in (2, 3, 5, 9):
+        found = [[row.token_ids for row in each.generate_batch([prompt_ids(n) for n in range(1, rows + 1)], params)] for each in (engine, eager)]
+        assert found[0] == found[1]
+    assert counted["stats"]["unique_graphs"] == 2 and engine.stats()["eager_steps"] == 0
     said = capsys.readouterr()
-    assert said.err.startswith("compiling the decode step for 1 row of up to 64 tokens") and " s\n" in said.err and not said.out
+    assert said.err.count("compiling a decoder layer for") == 2 and " s\n" in said.err and not said.out
 
 
-def test_every_bucket_is_compiled(monkeypatch):
-    """Dynamo gives up at a number of forms of one function (eight by default) unless told otherwise."""
-    engine = compiled_engine(monkeypatch, "eager", 16)
-    with torch._dynamo.config.patch(recompile_limit=2):
-        engine.decode(forks(engine, 1), SamplingParams(max_tokens=30, ignore_eos=True))
-    assert engine.graphs.captures == counters["stats"]["unique_graphs"] == 4 and engine.graphs.eager_steps == 0
+@BACKENDS
+def test_in_graphs_a_layer_is_compiled_once_a_bucket(monkeypatch, counted):
+    monkeypatch.setattr(cuda_graph, "NARROWEST", 16)
+    engine, eager = (graphed(tiny_engine(), compile=compile) for compile in (True, False))
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    found = [[row.token_ids for row in each.decode(forks(each, 3), params)] for each in (engine, eager)]
+    assert found[0] == found[1]
+    assert engine.graphs.captures == counted["stats"]["unique_graphs"] > 2 and engine.graphs.eager_steps == 0
+
+
+@pytest.mark.parametrize("backend", ["eager"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_weight_sets_share_a_compiled_layer(tmp_path, counted, kv_dtype):
+    """Base and folded weights have matrices of the same form; a merged context and sampling go through it too."""
+    engine, eager = compiled_engine(kv_dtype)
+    found = []
+    for each in (engine, eager):
+        synthesizer = Synthesizer(each)
+        synthesizer.model = fold(each.model, Doubled(each.config, 0.3))
+        branches = branches_of(each)
+        outputs = each.decode(branches, SamplingParams(max_tokens=6, temperature=1.0, seed=3, logprobs=1, ignore_eos=True))
+        answer = synthesizer.generate_from_caches(branches, U, SamplingParams(max_tokens=9, ignore_eos=True))
+        found.append([*(row.token_ids for row in outputs), answer.token_ids])
+        assert each.check()
+    assert found[0] == found[1] and counted["stats"]["unique_graphs"] == 2 and engine.stats()["compiled_steps"] > 8
+
+
+@pytest.mark.parametrize("backend", ["eager"])
+def test_steps_that_copy_too_much_are_not_compiled(monkeypatch, counted):
+    monkeypatch.setattr(compiled, "LARGEST", 512)
+    engine, _ = compiled_engine()
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    engine.generate_batch([prompt_ids(2)] * 2, params)
+    engine.generate_batch([prompt_ids(2)] * 3, params)
+    assert engine.stats()["compiled_steps"] == 1 and engine.stats()["eager_steps"] == 1
+
+
+@no_compiler
+def test_compiling_without_a_compiler_is_one_line(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(MinipsError, match=r"^compile: .*C\+\+ compiler.*no-such-compiler"):
+        compiled_engine()
+    monkeypatch.delenv("CXX")
+    broken = torch._inductor.config.patch({"force_disable_caches": True, "cpp.cxx": (None, "false")})
+    with broken, pytest.raises(MinipsError, match="^compile: ") as found:
+        compiled_engine()[0].generate(prompt_ids(3), SamplingParams(max_tokens=3, ignore_eos=True))
+    assert "\n" not in str(found.value) and "TORCHDYNAMO" not in str(found.value)
 
 
 # The check of a GPU

@@ -9,7 +9,7 @@ LAYERS = [
     {"command", "config", "errors", "reading", "results", "turns"},
     {"rope", "kv_storage", "attention", "sampling", "tokenizer", "chat", "gguf_convert", "shipped", "hub", "weights", "files", "matrix"},
     {"kv_cache", "model", "lora", "mapper", "quantize"},
-    {"prompts", "decoding", "answering", "engine", "adapter", "branch_files", "cuda_graph"},
+    {"prompts", "decoding", "answering", "engine", "adapter", "branch_files", "cuda_graph", "compiled"},
     {"transform", "merge", "synthesis"},
     {"training", "evaluation", "screen", "screen_live", "workflow", "workflow_checks", "running", "record", "chat_loop"},
     {"corpus"},
@@ -19,7 +19,7 @@ SAME_LAYER = {
     ("command", "errors"), ("config", "errors"), ("config", "reading"), ("reading", "errors"), ("results", "errors"), ("results", "turns"), ("turns", "errors"),
     ("chat", "tokenizer"), ("hub", "gguf_convert"), ("hub", "weights"), ("hub", "shipped"),
     ("gguf_convert", "weights"), ("kv_storage", "weights"), ("attention", "kv_storage"),
-    ("answering", "decoding"), ("engine", "answering"), ("engine", "prompts"), ("engine", "decoding"), ("engine", "cuda_graph"),
+    ("answering", "decoding"), ("engine", "answering"), ("engine", "prompts"), ("engine", "decoding"), ("engine", "cuda_graph"), ("engine", "compiled"), ("cuda_graph", "compiled"),
     ("engine", "branch_files"), ("branch_files", "engine"),
     ("answering", "engine"),  # for type checkers only
     ("synthesis", "merge"), ("merge", "transform"), ("lora", "model"), ("quantize", "model"),

@@ -1,0 +1,175 @@
+"""Decode steps through compiled decoder layers: Inductor makes kernels of one layer, and all layers of its kind share them.
+
+A layer is compiled, not the whole step, because that takes seconds instead of minutes and serves every set of weights. Its guards
+(checks that a call is like the one it was compiled for) would cost more than the fused operations save; they are left out, and a
+call is sent to the form that fits it here.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FunctionType
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+from .attention import attend_table, table_inputs
+from .errors import MinipsError
+from .hub import cache_folder
+from .kv_cache import KVPool
+from .kv_storage import Store
+from .model import DecoderLayer, Model
+
+LARGEST = 8192  # slots of a whole table on a CPU: a compiled step copies what it attends, and from there on that costs more than it saves
+WIDTH = 256  # slots of a row are rounded up to a multiple of this
+Compiled = Callable[..., Tensor]
+
+
+class CompiledLayers:
+    """The compiled forms of an engine's decoder layers.
+
+    dynamic: one form serves all numbers of rows from two on and all widths, as a CPU's kernels do well; else each has its own.
+    """
+
+    def __init__(self, dynamic: bool):
+        self.dynamic = dynamic
+        self._forms: dict[tuple, Compiled] = {}
+        self._kinds: WeakKeyDictionary[nn.Module, tuple] = WeakKeyDictionary()
+
+    @torch.no_grad()
+    def step(
+        self, model: Model, keys: list[Store], values: list[Store], tokens: Tensor, positions: Tensor, lengths: Tensor, table: Tensor
+    ) -> Tensor:
+        """One token a row through the model and into the cache -> fp32 logits [rows, vocab]. Arguments as in `attention.table_inputs`."""
+        inputs = table_inputs(table, lengths)
+        cos, sin = model.rope.tables(positions)
+        x = model.model.embed_tokens(tokens)
+        for layer, k, v in zip(model.model.layers, keys, values):
+            x = self._form(layer, table.shape)(layer, x, cos, sin, k, v, *inputs)
+        return model.logits(model.model.norm(x))
+
+    def _form(self, layer: DecoderLayer, shape: Sequence[int]) -> Compiled:
+        if layer not in self._kinds:
+            self._kinds[layer] = _kind(layer)
+        key = (self._kinds[layer], shape[0] > 1 if self.dynamic else tuple(shape))
+        if key not in self._forms:
+            self._forms[key] = _first_told(_new_form(self.dynamic))
+        return self._forms[key]
+
+
+class CompiledSteps:
+    """Decode steps of an engine on a CPU. MinipsError where there is no C++ compiler."""
+
+    ahead = False  # tokens are chosen by the host
+
+    def __init__(self, pool: KVPool):
+        compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+        if shutil.which(compiler) is None:
+            raise MinipsError(f"compile: on a CPU it needs a C++ compiler, and {compiler} was not found; install it, or name another in CXX")
+        self.pool, self._layers, self._tables = pool, CompiledLayers(dynamic=True), Tables(pool.device)
+        self.compiled_steps = self.eager_steps = 0
+
+    def stats(self) -> dict[str, int]:
+        return {"compiled_steps": self.compiled_steps, "eager_steps": self.eager_steps}
+
+    def step(
+        self, model: Model, tokens: Tensor, positions: Sequence[int], lengths: Sequence[int], slots: Sequence[Tensor], plain: bool = True
+    ) -> Tensor | None:
+        """As `cuda_graph.DecodeGraphs.step`."""
+        width = -(-max(lengths) // WIDTH) * WIDTH
+        if not plain or model.debug or len(lengths) * width > LARGEST:
+            self.eager_steps += 1
+            return None
+        self.compiled_steps += 1
+        table = self._tables.of(slots, len(lengths), width)
+        return self._layers.step(model, self.pool.keys, self.pool.values, tokens, torch.tensor(positions), torch.tensor(lengths), table)
+
+
+class Tables:
+    """The slots of a batch's rows as one tensor, made anew where the rows or its shape are not those of the step before."""
+
+    def __init__(self, device: torch.device):
+        self._device, self._slots, self._table = device, [], torch.empty(0, 0)
+
+    def of(self, slots: Sequence[Tensor], rows: int, width: int) -> Tensor:
+        """slots: of each row; -> int64 [rows, width], 0 (the null page) in rows and places that have none."""
+        known = self._slots
+        if self._table.shape != (rows, width) or len(known) != len(slots) or any(a is not b for a, b in zip(known, slots)):
+            self._table = torch.zeros(rows, width, dtype=torch.int64, device=self._device)
+            for row, own in zip(self._table, slots):
+                row[: len(own)] = own[:width]
+            self._slots = list(slots)
+        return self._table
+
+
+def _kind(layer: DecoderLayer) -> tuple:
+    """What kernels depend on besides shapes: the form of every matrix, and which of them have a bias."""
+    attention, mlp = layer.self_attn, layer.mlp
+    matrices = [attention.fused, attention.o_proj, mlp.fused, mlp.down_proj]
+    matrices = [getattr(matrix, "matrix", matrix) for matrix in matrices]
+    return tuple((type(m).__name__, m.bias is not None, type(getattr(m, "beside", None)).__name__) for m in matrices)
+
+
+def _layer(
+    layer: DecoderLayer, x: Tensor, cos: Tensor, sin: Tensor, keys: Store, values: Store, write_slots: Tensor, slots: Tensor, mask: Tensor
+) -> Tensor:
+    return layer(x, cos, sin, 0, lambda _, q, k, v: attend_table(keys, values, write_slots, slots, mask, q, k, v))
+
+
+def _new_form(dynamic: bool) -> Compiled:
+    """Dynamo keeps what it compiles with a function's code, so each form is a function with a code of its own."""
+    code = _layer.__code__.replace(co_name="compiled_layer")
+    form = FunctionType(code, _layer.__globals__, code.co_name)
+    return torch.compile(form, fullgraph=True, dynamic=dynamic, options={"guard_filter_fn": _none})
+
+
+def _none(guards: Sequence[object]) -> list[bool]:
+    return [False] * len(guards)
+
+
+def _first_told(form: Compiled) -> Compiled:
+    """Its first call compiles, which takes a while: a line on stderr says so."""
+    done = False
+
+    def call(*arguments: object) -> Tensor:
+        nonlocal done
+        if done:
+            return form(*arguments)
+        rows = len(arguments[1])
+        print(f"compiling a decoder layer for {'one row' if rows == 1 else 'several rows'} ...", file=sys.stderr, flush=True)
+        started = time.perf_counter()
+        try:
+            with _lasting_cache(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of what Dynamo looks through: nothing that a user could change
+                result = form(*arguments)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            reason = " ".join(str(error).split("Set TORCHDYNAMO_VERBOSE")[0].split())
+            raise MinipsError(f"compile: {reason[:300]}") from None
+        print(f"compiled in {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
+        done = True
+        return result
+
+    return call
+
+
+@contextmanager
+def _lasting_cache() -> Iterator[None]:
+    """Kernels are kept in minips' cache folder, unless a folder was named: torch's own choice is gone after a restart."""
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    before = os.environ.get(name)
+    if before is None or before == default_cache_dir():
+        os.environ[name] = str(cache_folder() / "compiled")
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
