@@ -59,6 +59,7 @@ PLACES = {
     "dtype": ["engine.dtype"],
     "kv_dtype": ["engine.kv_dtype"],
     "quantize": ["engine.quantize"],
+    "compile": ["engine.compile"],
     "page_size": ["engine.page_size"],
     "max_kv_tokens": ["engine.max_kv_tokens"],
 }
@@ -118,6 +119,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--dtype", help="auto (as stored), bfloat16, float16 or float32")
     add("--kv-dtype", help="of the KV cache: auto (as the weights), one of those, int8 or fp8")
     add("--quantize", choices=("none", "int8", "int4"), help="weights in fewer bits: faster steps (default: none)")
+    add("--compile", action="store_const", const=True, help="compile the decoder layer first (seconds), for faster steps")
     add("--page-size", type=int, metavar="N", help="tokens a KV page")
     add("--max-kv-tokens", type=int, metavar="N", help="size of the KV cache in tokens (default: from free memory)")
     add("--json", action="store_true", help="print one JSON object instead of the answer")

@@ -44,7 +44,7 @@ MAX_BYTES = 64 << 20
 _BASE = {field.name: field.default for field in fields(SamplingParams) if field.name in SAMPLING_FIELDS}
 WORKER_SAMPLING = {**_BASE, "temperature": 0.7, "top_p": 0.95, "seed": 0}
 ANSWER_SAMPLING = {**_BASE, "repetition_penalty": 1.05, "seed": 0}  # small models loop in long greedy answers; a light touch is enough
-ENGINE_DEFAULTS = {name: None if name in ENGINE_SIZES else "auto" for name in ENGINE_FIELDS} | {"quantize": "none"}
+ENGINE_DEFAULTS = {name: None if name in ENGINE_SIZES else "auto" for name in ENGINE_FIELDS} | {"quantize": "none", "compile": False}
 TOP_FIELDS = (
     *("$schema", "name", "description", "model", "engine", "method", "system", "prefix"),
     *("sampling", "branches", "load_branches", "synthesizer"),

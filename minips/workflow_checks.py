@@ -35,7 +35,7 @@ MERGE_VALUES = {
     "branch_temperature": None,  # numbers, which MergeOptions checks
     "branch_scale": None,
 }
-ENGINE_FIELDS = ("device", "dtype", "kv_dtype", "page_size", "max_kv_tokens", "max_device_kv_bytes", "quantize")
+ENGINE_FIELDS = ("device", "dtype", "kv_dtype", "page_size", "max_kv_tokens", "max_device_kv_bytes", "quantize", "compile")
 ENGINE_SIZES = ("page_size", "max_kv_tokens", "max_device_kv_bytes")  # null: as the machine allows
 TURN_FIELDS = ("prompt", "output", "sampling")
 BRANCH_FIELDS = ("label", "count", "turns", *TURN_FIELDS)
@@ -151,7 +151,10 @@ def check_merge(value: object, where: str) -> dict:
 
 
 def check_engine_field(name: str, value: object, where: str) -> None:
-    if name not in (*ENGINE_SIZES, "quantize"):
+    if name == "compile":
+        if not isinstance(value, bool):
+            fail(where, value, "true or false")
+    elif name not in (*ENGINE_SIZES, "quantize"):
         check_text(value, where, empty=False)
     elif value is not None:
         _one_field(EngineConfig, where, name, value)

@@ -93,6 +93,7 @@ CROSS_MISTAKES = [
     ({"prefix": "x", "synthesizer": {"merge": {"anchor": "zero"}}}, "synthesizer.merge: anchor 'zero' cannot be combined with keep_prefix=True"),
     ({"prefix": "x", "branches": [{"count": 65536}, {}]}, "branches stand for 65537 workers, expected at most 65536"),
     ({"prefix": "lone \ud800"}, "prefix is not valid text"),
+    ({"engine": {"compile": "yes"}}, "engine.compile is 'yes', expected true or false"),
 ]  # fmt: skip
 
 
