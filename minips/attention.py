@@ -1,6 +1,7 @@
 """Attention of a ragged batch over the paged KV cache. Causality goes by slot order, never by position.
 
-`GatherAttention`: each row's slots, in order, become one key and value sequence (a view where they are one run), then SDPA.
+`GatherAttention`: each row's slots, in order, become one key and value sequence (a view where they are one run), then SDPA or,
+on a CPU, what is faster there.
 `TableAttention`: one new token a row and all shapes fixed, for steps that are captured once and replayed.
 Only filled slots are ever read, so junk in recycled pages cannot matter.
 """
@@ -17,6 +18,8 @@ from .kv_storage import Store, as_run, mixed_as, read, read_mixed, write
 
 SHARED_FROM = 64  # slots that rows must have in common to be read once for all
 APART_FROM = 256  # new tokens of a row from which its past is attended apart, on a CPU
+BLOCKS_FROM, BLOCKS_TO, BLOCKS_PAST = 16, 512, 1024  # new tokens, and cached ones, of rows that are attended in blocks (measured on Zen 4)
+BLOCK = 128  # queries at a time, so that their scores stay in a core's cache
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,8 @@ class GatherAttention:
         if row.count == 1:  # the heads of a KV head as its queries: the same sums, several times faster on CPU than with enable_gqa
             return F.scaled_dot_product_attention(q.view(1, keys.shape[1], -1, q.shape[-1]), keys, values).view(q.shape)
         heads = q.transpose(0, 1)[None]
+        if self._blocks(row, q.dtype):
+            return _in_blocks(q, keys[0], values[0], mask)
         if self._apart(row):
             return _behind_past(heads, keys, values, row.past)[0].transpose(0, 1)
         if self.on_cpu and mask is not None:
@@ -122,15 +127,44 @@ class GatherAttention:
 
     def _mask(self, row: AttentionRow, q: Tensor) -> Tensor | None:
         """What `_attend` needs for a row, whose queries are like q [any, heads, head_dim]."""
-        mask = None if self._apart(row) else _causal_mask(row)
+        blocks = self._blocks(row, q.dtype)
+        mask = None if self._apart(row) and not blocks else _causal_mask(row)
         if mask is None or row.reweight is not None or not self.on_cpu:
             return mask
+        if blocks:
+            mask = mask[:, row.past :]
         added = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -torch.inf)  # as SDPA would make it anew in each layer
         return added.repeat(q.shape[1] // self.keys[0].shape[2], 1)
+
+    def _blocks(self, row: AttentionRow, dtype: torch.dtype) -> bool:
+        """Whether some new bf16 tokens stand behind many cached ones: matrix products in blocks are up to twice as fast there as SDPA."""
+        some = BLOCKS_FROM <= row.count <= BLOCKS_TO and row.past >= BLOCKS_PAST and row.reweight is None
+        return some and self.on_cpu and dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
     def _apart(self, row: AttentionRow) -> bool:
         """Whether many new tokens attend to what is cached and to themselves apart: a mask would have all of its blocks computed."""
         return self.on_cpu and row.past > 0 and row.count >= APART_FROM and row.reweight is None
+
+
+def _in_blocks(q: Tensor, keys: Tensor, values: Tensor, own: Tensor) -> Tensor:
+    """q [n, heads, head_dim] over keys, values [kv_heads, past + n, head_dim]; own [heads a KV head * n, n]: what is added to the last n scores.
+
+    Products of bf16 give bf16, which is too coarse for scores of 20. So an estimate of each query's largest score is taken off within the product,
+    in fp32, and the scores that count come out near 0. Softmax does not care what it is; of 1 key in 16 it is close enough.
+    """
+    scale, kv_heads = q.shape[-1] ** -0.5, len(keys)
+    grouped = q.transpose(0, 1).reshape(kv_heads, -1, q.shape[-1])
+    some = torch.cat((keys[:, :4], keys[:, 4::16]), 1)  # the first ones: attention sinks
+    largest = torch.bmm(grouped, some.transpose(1, 2)).amax(-1, keepdim=True) * -scale
+    out = torch.empty_like(grouped)
+    for head in range(kv_heads):
+        turned = keys[head].T
+        for first in range(0, grouped.shape[1], BLOCK):
+            part = slice(first, first + BLOCK)
+            scores = torch.addmm(largest[head, part].expand(-1, keys.shape[1]), grouped[head, part], turned, alpha=scale)
+            scores[:, -len(q) :] += own[part]
+            torch.mm(torch.softmax(scores, -1), values[head], out=out[head, part])
+    return out.view(q.shape[1], *q.shape[::2]).transpose(0, 1)
 
 
 def _behind_past(q: Tensor, keys: Tensor, values: Tensor, past: int) -> Tensor:

@@ -59,39 +59,48 @@ def _stack(tensors: Sequence[Tensor]) -> Tensor:
     return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride())
 
 
-class Packed:
+class Opaque:
+    """A matrix whose form compilers know nothing of: on a CPU, compiled code calls its `product` by the number of the matrix."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        self.bias, self.rows, self.number = bias, len(weight), torch.tensor(next(_numbers))
+        _opaque[int(self.number)] = self
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() and x.device.type == "cpu":
+            return torch.ops.minips.product(x, self.number, self.rows)
+        return self.product(x)
+
+    def product(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+_numbers = count()
+_opaque: WeakValueDictionary[int, Opaque] = WeakValueDictionary()
+_library = torch.library.Library("minips", "DEF")
+_library.define("product(Tensor x, Tensor number, int rows) -> Tensor")
+
+
+def _product(x: Tensor, number: Tensor, rows: int) -> Tensor:
+    return _opaque[int(number)].product(x)
+
+
+_library.impl("product", _product, "CPU")
+torch.library.register_fake("minips::product", lambda x, number, rows: x.new_empty(*x.shape[:-1], rows), lib=_library)
+
+
+class Packed(Opaque):
     """A bf16 matrix in oneDNN's blocked layout: no copy of the plain one is kept."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
-        self.weight, self.bias = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 1), bias
-        self.rows, self.number = len(weight), torch.tensor(next(_numbers))
-        _packed[int(self.number)] = self
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():  # which knows no tensors of this layout
-            return torch.ops.minips.packed_linear(x, self.number, self.rows)
-        return self.product(x)
+        super().__init__(weight, bias)
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 1)
 
     def product(self, x: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
 
     def dense(self) -> Tensor:
         return self.weight.to_dense()
-
-
-_numbers = count()
-_packed: WeakValueDictionary[int, Packed] = WeakValueDictionary()
-_library = torch.library.Library("minips", "DEF")
-_library.define("packed_linear(Tensor x, Tensor number, int rows) -> Tensor")
-
-
-def _packed_linear(x: Tensor, number: Tensor, rows: int) -> Tensor:
-    """The product of the `Packed` of this number, which has so many rows."""
-    return _packed[int(number)].product(x)
-
-
-_library.impl("packed_linear", _packed_linear, "CPU")
-torch.library.register_fake("minips::packed_linear", lambda x, number, rows: x.new_empty(*x.shape[:-1], rows), lib=_library)
 
 
 def packable(weight: Tensor) -> bool:

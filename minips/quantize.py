@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .errors import MinipsError
-from .matrix import Packed, Rows, packable
+from .matrix import Opaque, Packed, Rows, packable
 from .model import Model
 from .weights import expected_shapes
 
@@ -27,17 +27,18 @@ _ON_GRID = 0.12  # of a step: bf16 leaves stored grid values at most 0.06 off, o
 _ROWS = 1 << 15  # blocks at once
 
 
-class Int8:
+class Int8(Opaque):
     """codes int8 [out, in], scales [out]: W = codes * scales."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, beside: bool = False):
+        super().__init__(weight, bias)
         wide = weight.float()
         scales = (wide.abs().amax(1) / 127).clamp_min(torch.finfo(torch.float32).tiny).to(weight.dtype)
         self.codes = (wide / scales.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8)
-        self.scales, self.bias = scales, bias
+        self.scales = scales
         self.beside = Packed(self.dense(), bias) if beside and packable(weight) else None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def product(self, x: Tensor) -> Tensor:
         if x.device.type == "cpu" and len(x) <= FEW_ROWS["int8"]:
             return _plus(torch._weight_int8pack_mm(x, self.codes, self.scales), self.bias)
         if self.beside is not None:
@@ -48,12 +49,13 @@ class Int8:
         return (self.codes.float() * self.scales.float()[:, None]).to(self.scales.dtype)
 
 
-class Int4:
+class Int4(Opaque):
     """codes [out, in] from 0 to 15, and for each block of 32 of a row a scale and a zero: W = (codes - 8) * scale + zero."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, beside: bool = False):
+        super().__init__(weight, bias)
         codes, scales, zeros = grids(weight)
-        self.on_cpu, self.bias, self.columns = weight.device.type == "cpu", bias, weight.shape[1]
+        self.on_cpu, self.columns = weight.device.type == "cpu", weight.shape[1]
         if self.on_cpu:
             self.codes = torch._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32), 1)
         else:
@@ -61,12 +63,12 @@ class Int4:
         self.scales = torch.stack((scales.T, zeros.T), -1).contiguous()  # [in / 32, out, 2]
         self.beside = Packed(values(codes, scales, zeros), bias) if beside and packable(weight) else None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def product(self, x: Tensor) -> Tensor:
         if self.beside is not None and len(x) > FEW_ROWS["int4"]:
             return self.beside(x)
-        return _plus(self._product(x), self.bias)
+        return _plus(self._codes_times(x), self.bias)
 
-    def _product(self, x: Tensor) -> Tensor:
+    def _codes_times(self, x: Tensor) -> Tensor:
         product = torch._weight_int4pack_mm_for_cpu if self.on_cpu else torch._weight_int4pack_mm
         return product(x.contiguous(), self.codes, BLOCK, self.scales)
 
@@ -74,7 +76,7 @@ class Int4:
         """Without a form beside it by the operator itself, whose codes lie otherwise on each kind of machine: unit vectors in, columns out."""
         if self.beside is not None:
             return self.beside.dense()
-        return self._product(torch.eye(self.columns, dtype=self.scales.dtype, device=self.scales.device)).T.contiguous()
+        return self._codes_times(torch.eye(self.columns, dtype=self.scales.dtype, device=self.scales.device)).T.contiguous()
 
 
 def _plus(product: Tensor, bias: Tensor | None) -> Tensor:

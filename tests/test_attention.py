@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from minips import attention
 from minips.attention import AttentionRow, GatherAttention, _causal_mask
 
 
@@ -20,18 +21,18 @@ def dense(q, k, v):
     return out
 
 
-def setup(lengths, counts, heads=6, kv_heads=2, dim=8, page=4, scattered=True, poison=float("nan"), seed=0):
+def setup(lengths, counts, heads=6, kv_heads=2, dim=8, page=4, scattered=True, poison=float("nan"), seed=0, dtype=torch.float32, spread=1.0):
     """A pool full of `poison`, with the past of each row written into scattered or contiguous slots."""
     generator = torch.Generator().manual_seed(seed)
     slots = sum(lengths) + 40
     pages = -(-slots // page)
-    keys = torch.full((pages, page, kv_heads, dim), poison)
-    values = torch.full((pages, page, kv_heads, dim), poison)
+    keys = torch.full((pages, page, kv_heads, dim), poison, dtype=dtype)
+    values = torch.full((pages, page, kv_heads, dim), poison, dtype=dtype)
     order = torch.randperm(pages * page - page, generator=generator) + page if scattered else torch.arange(page, pages * page)
     rows, truth, start = [], [], 0
     for length, count in zip(lengths, counts):
-        k, v = (torch.randn(length, kv_heads, dim, generator=generator) for _ in range(2))
-        q = torch.randn(count, heads, dim, generator=generator)
+        k, v = (torch.randn(length, kv_heads, dim, generator=generator).to(dtype) for _ in range(2))
+        q = (torch.randn(count, heads, dim, generator=generator) * spread).to(dtype)
         mine = order[start : start + length]
         start += length
         past = length - count
@@ -50,6 +51,28 @@ def test_ragged_rows_equal_dense_attention(heads, kv_heads, scattered):  # FAULT
     expected = torch.cat([dense(*row) for row in truth])
     assert out.shape == q.shape
     assert torch.allclose(out.double(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("heads, kv_heads, dim", [(6, 2, 64), (4, 4, 32), (4, 1, 80)])
+@pytest.mark.parametrize("scattered", [True, False])
+def test_bf16_rows_behind_many_tokens_are_attended_in_blocks(monkeypatch, heads, kv_heads, dim, scattered):
+    """Scores of up to 20: as close to exact ones as SDPA is, but for twice the rounding of what it rounds anyway."""
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("no bf16 products on this CPU")
+    calls, in_blocks = [], attention._in_blocks
+    monkeypatch.setattr(attention, "_in_blocks", lambda q, *rest: calls.append(len(q)) or in_blocks(q, *rest))
+    for name, value in {"BLOCKS_FROM": 5, "BLOCKS_TO": 40, "BLOCKS_PAST": 60, "BLOCK": 7}.items():
+        monkeypatch.setattr(attention, name, value)
+    lengths, counts = [65, 64, 64, 140, 130, 3], [5, 5, 4, 40, 41, 3]
+    settings = {"scattered": scattered, "dtype": torch.bfloat16, "spread": 4.0}
+    attend, new, truth = setup(lengths, counts, heads, kv_heads, dim, **settings)
+    out, expected = attend(0, *new), torch.cat([dense(*row) for row in truth])
+    assert calls == [5, 40] and out.dtype == torch.bfloat16
+    monkeypatch.setattr(attention, "BLOCKS_PAST", 1000)
+    whole = setup(lengths, counts, heads, kv_heads, dim, **settings)[0](0, *new)
+    assert calls == [5, 40]
+    ours, theirs = ((x.double() - expected).norm() / expected.norm() for x in (out, whole))
+    assert ours < max(3 * theirs, 0.006)
 
 
 def test_causal_mask_is_lower_right():  # FAULTS 54
