@@ -88,6 +88,11 @@ class CacheMapper(nn.Module):
                 setattr(self, f"{part}_weight", nn.Parameter(torch.eye(head_dim).repeat(*maps, 1, 1)))
                 setattr(self, f"{part}_bias", nn.Parameter(torch.zeros(*maps, head_dim)))
 
+    @property
+    def bare(self) -> bool:
+        """Whether keys are mapped without their rotation."""
+        return self.config.key_space == "unrotated"
+
     def coefficients(self, spans: Sequence[int]) -> Coefficients | None:
         """What the affine kind makes of the branches' position spans; None for kinds that need none (or statistics first)."""
         if self.config.kind != "affine":
@@ -138,11 +143,11 @@ class CacheMapper(nn.Module):
             return tuple(bool((weight == unit).all() and not bias.any()) for weight, bias in pairs)
         return True, True
 
-    def map(self, part: str, layer: int, x: Tensor, coefficients: Coefficients | None, branch: Tensor) -> Tensor:
-        """Map keys or values (`part` key or value) x fp32 [n, kv_heads, head_dim]; branch int [n]: whose token each row is."""
+    def map(self, part: str, layer: int, x: Tensor, coefficients: Coefficients | None, branch: int | Tensor) -> Tensor:
+        """Map keys or values (`part` key or value) x fp32 [n, kv_heads, head_dim]; branch: whose token each row is (int [n]), or all are."""
         if coefficients is not None:
             scale, shift = getattr(coefficients, f"{part}_scale"), getattr(coefficients, f"{part}_shift")
-            return x * scale[branch, layer] + shift[branch, layer]
+            return torch.addcmul(shift[branch, layer], x, scale[branch, layer])
         if self.config.kind in ("none", "normalize"):
             return x
         heads = x.transpose(0, 1) if self.config.per_head else x.reshape(1, -1, self.head_dim)  # one map a head, or one for all rows

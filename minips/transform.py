@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from .rope import Rope, apply_rope
 
 LARGEST_CHUNK = 1024  # tokens worked on at once
 SMALLEST_CHUNK = 32
+LONG_JOB = 128  # tokens
 
 
 class Job(NamedTuple):
@@ -27,26 +29,27 @@ class Job(NamedTuple):
     branch: int
 
 
+Map = Callable[[int, Tensor], Tensor]  # layer, x fp32 [n, kv_heads, head_dim] -> the same shape
+
+
 class KeyMove:
     """Takes fp32 keys of n tokens from where they stand to their new place, with the map (if any) in between. Differentiable.
 
-    positions: the new ones; deltas: how far each token moves; branches: whose token each is; all int64 [n].
+    positions: the new ones; deltas: how far each token moves; both int64 [n]. bare: the map is of keys without rotation.
     """
 
-    def __init__(
-        self, rope: Rope, positions: Tensor, deltas: Tensor, branches: Tensor, mapper: CacheMapper | None, coefficients: Coefficients | None
-    ):
-        bare = mapper is not None and mapper.config.key_space == "unrotated"
+    def __init__(self, rope: Rope, positions: Tensor, deltas: Tensor, mapped: Map | None, bare: bool):
+        bare = bare and mapped is not None
         turn = rope.tables(positions - deltas if bare else deltas)
         self.turn = (turn[0], -turn[1]) if bare else turn  # takes the old rotation off
         self.place = rope.tables(positions) if bare else None
-        self.mapper, self.coefficients, self.branches = mapper, coefficients, branches
+        self.mapped = mapped
 
     def __call__(self, layer: int, keys: Tensor) -> Tensor:
         """keys fp32 [n, kv_heads, head_dim] of one layer."""
         keys = apply_rope(keys, *self.turn)
-        if self.mapper is not None:
-            keys = self.mapper.map("key", layer, keys, self.coefficients, self.branches)
+        if self.mapped is not None:
+            keys = self.mapped(layer, keys)
         return keys if self.place is None else apply_rope(keys, *self.place)
 
 
@@ -84,6 +87,10 @@ class Transform:
         """Whether tokens that move by `delta` are written again."""
         return bool(delta) or self.maps_keys or self.maps_values
 
+    def _map(self, part: str, branch: int) -> Map:
+        """The map of keys or values of tokens of one branch."""
+        return lambda layer, x: self.mapper.map(part, layer, x, self.coefficients, branch)
+
     @torch.no_grad()
     def apply(self, jobs: Sequence[Job], timings: dict[str, float]) -> None:
         """Carry out all jobs. With a map, rotation and map are one pass and count as `map`; without, as `rerotate`."""
@@ -91,16 +98,12 @@ class Transform:
         if jobs:
             if self.statistics_needed:
                 self.coefficients = self._statistics(jobs)
-            chunk = self._chunk(sum(job.segment.length for job in jobs))
-            slots, positions, deltas, branches = self._tokens(jobs)
-            for first in range(0, len(slots), chunk):
-                part = slice(first, first + chunk)
-                run = as_run(slots[part])
-                self._keys(run, positions[part], deltas[part], branches[part])
-                if self.maps_values:
-                    for layer, store in enumerate(self.pool.values):
-                        values = read(store, run, torch.float32)
-                        write(store, run, self.mapper.map("value", layer, values, self.coefficients, branches[part]))
+            for branch, slots, positions, deltas in self._pieces(jobs):
+                keys, values = (self._map(part, branch) if maps else None for part, maps in (("key", self.maps_keys), ("value", self.maps_values)))
+                run = as_run(slots)
+                self._keys(run, positions, deltas, keys)
+                for layer, store in enumerate(self.pool.values) if values is not None else ():
+                    write(store, run, values(layer, read(store, run, torch.float32)))
             if self.pool.device.type == "cuda":
                 torch.cuda.synchronize(self.pool.device)
         timings["map" if self.maps_keys or self.maps_values else "rerotate"] = time.perf_counter() - started
@@ -108,22 +111,41 @@ class Transform:
     def _chunk(self, tokens: int) -> int:
         """So many tokens that fp32 temporaries of one layer stay below 5% of the pages they belong to."""
         stored = min(2, self.pool.keys[0].dtype.itemsize)
-        share = 520 if self.statistics_needed or stored < 2 else 320  # statistics and 8-bit codes need more temporaries
+        share = 520 if self.statistics_needed or stored < 2 else 240  # statistics and 8-bit codes need more temporaries
         return min(LARGEST_CHUNK, max(SMALLEST_CHUNK, tokens * len(self.pool.keys) * stored // share))
 
-    def _tokens(self, jobs: Sequence[Job]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Slot, new position, delta and branch of every token, int64 [n]."""
+    def _pieces(self, jobs: Sequence[Job]) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+        """Tokens that are worked on at once: a branch that they all belong to (or 0, if that does not matter), and what `_tokens` says of them.
+
+        On a CPU long jobs are cut by themselves, because a run of slots needs no copy; short ones, and all on CUDA, are put together.
+        """
+        total = sum(job.segment.length for job in jobs)
+        most = self._chunk(total)
+        if self.pool.device.type == "cpu" and total >= LONG_JOB * len(jobs):
+            groups = [[job] for job in jobs]
+        elif self.coefficients is not None:
+            groups = [list(group) for _, group in groupby(jobs, key=lambda job: job.branch)]
+        else:
+            groups = [jobs]
+        for group in groups:
+            parts = self._tokens(group)
+            count = len(parts[0])
+            even = -(-count // -(-count // most))
+            for pieces in zip(*(part.split(even) for part in parts)):
+                yield group[0].branch, *pieces
+
+    def _tokens(self, jobs: Sequence[Job]) -> tuple[Tensor, Tensor, Tensor]:
+        """Slot, new position and delta of every token, int64 [n]."""
         device = self.pool.device
         slots = torch.cat([self.pool.slots(job.segment.pages, job.segment.length) for job in jobs])
         positions = torch.cat([torch.arange(job.segment.start, job.segment.start + job.segment.length) for job in jobs])
         deltas = torch.cat([torch.full((job.segment.length,), job.delta) for job in jobs])
-        branches = torch.cat([torch.full((job.segment.length,), job.branch) for job in jobs])
-        return slots, positions.to(device), deltas.to(device), branches.to(device)
+        return slots, positions.to(device), deltas.to(device)
 
-    def _keys(self, slots: Tensor | slice, positions: Tensor, deltas: Tensor, branches: Tensor) -> None:
-        if not self.maps_keys and not deltas.any():
+    def _keys(self, slots: Tensor | slice, positions: Tensor, deltas: Tensor, mapped: Map | None) -> None:
+        if mapped is None and not deltas.any():
             return
-        move = KeyMove(self.rope, positions, deltas, branches, self.mapper if self.maps_keys else None, self.coefficients)
+        move = KeyMove(self.rope, positions, deltas, mapped, self.mapper is not None and self.mapper.bare)
         for layer, store in enumerate(self.pool.keys):
             write(store, slots, move(layer, read(store, slots, torch.float32)))
 
@@ -135,7 +157,7 @@ class Transform:
         seen = [0] * count
         chunk = self._chunk(sum(job.segment.length for job in jobs))
         for job in jobs:
-            slots, positions, deltas, _ = self._tokens([job])
+            slots, positions, deltas = self._tokens([job])
             for first in range(0, len(slots), chunk):
                 part = slice(first, first + chunk)
                 cos, sin = self.rope.tables(positions[part] - deltas[part])
@@ -154,8 +176,11 @@ class Transform:
 
 def _accumulate(statistics: Tensor, x: Tensor, seen: int) -> None:
     """Update mean and variance [2, kv_heads, head_dim] of `seen` tokens by more, x [n, kv_heads, head_dim] (Chan et al.)."""
-    count = len(x)
-    variance, mean = torch.var_mean(x, 0, correction=0)
+    count, first = len(x), x[:1].clone()
+    x = x - first  # sums of what is left lose no digits, and are several times faster than var_mean on a CPU
+    mean = x.mean(0)
+    variance = x.square_().mean(0).sub_(mean.square()).clamp_min_(0)
+    mean += first[0]
     total = seen + count
     delta = mean - statistics[0]
     statistics[1] = (statistics[1] * seen + variance * count + delta.square() * (seen * count / total)) / total

@@ -60,7 +60,10 @@ class MergedCaches:
         self.lengths = list(map(sum, zip(self.prefix_lengths, self.kept_lengths)))
         self.slots, positions, deltas, self.whose = map(torch.cat, zip(*tokens)) if tokens else (none,) * 4
         self.coefficients = joined(coefficients)
-        self.move = KeyMove(rope, positions, deltas, self.whose, mapper, self.coefficients)
+        self.move = KeyMove(rope, positions, deltas, self._keys if mapper is not None else None, mapper is not None and mapper.bare)
+
+    def _keys(self, layer: int, keys: Tensor) -> Tensor:
+        return self.mapper.map("key", layer, keys, self.coefficients, self.whose)
 
     def read(self, layer: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
         """K and V [length, kv_heads, head_dim] of every item."""
