@@ -53,6 +53,12 @@ STEPS = {  # name: (title, bench, arguments)
         ["--lengths", "128,512,1536", "--prompt-tokens", "32,128,512", "--methods", "parallel", "--fit", "--budget", "4"],
     ),
     "decode": ("Decoding and prefill against transformers, bf16", "decode", ["--budget", "15"]),
+    "decode-compiled": ("Decoding through compiled layers", "decode", ["--compile", "--prefill", "512", "--budget", "12"]),
+    "decode-int4-compiled": (
+        "int4 weights, compiled layers",
+        "decode",
+        ["--quantize", "int4", "--compile", "--workers", "1,4", "--prefill", "512", "--budget", "8"],
+    ),
     "decode-int4": ("int4 weights", "decode", ["--quantize", "int4", "--workers", "1,4", "--prefill", "512", "--budget", "10"]),
     "decode-int8": (
         "int8 weights",

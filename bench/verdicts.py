@@ -12,7 +12,8 @@ from ttft import median
 
 TTFT_MARKS = {512: 10.9, 1024: 19, 2048: 33, 4096: 60}  # 80% of the limits with m = 4, |u| = 128
 PASS_MARK, MEMORY_MARK, SCALING_MARK, END_TO_END_MARK = 0.10, 0.05, 3, 2.5
-DECODE_MARKS = {"decode": {1: 1.5, 4: 1.3, 8: 1.3}, "decode-int4": {1: 2.5, 4: 2}}
+BF16_MARKS, INT4_MARKS = {1: 1.5, 4: 1.3, 8: 1.3}, {1: 2.5, 4: 2}
+DECODE_MARKS = {"decode": BF16_MARKS, "decode-compiled": BF16_MARKS, "decode-int4": INT4_MARKS, "decode-int4-compiled": INT4_MARKS}
 
 
 def row(what: str, value: float, mark: float, form: str = "{:.2f}", most: bool = False) -> list[str]:
@@ -52,16 +53,16 @@ def ttft_rows(found: dict[str, dict]) -> Iterator[list[str]]:
 
 def decode_rows(found: dict[str, dict]) -> Iterator[list[str]]:
     for name, marks in DECODE_MARKS.items():
-        weights = "bf16" if name == "decode" else "int4"
+        weights = ("int4" if "int4" in name else "bf16") + ", compiled" * name.endswith("compiled")
         for case in found.get(name, {}).get("cases", ()):
             if case["m"] in marks and "transformers" in case["methods"]:
                 gain = rate(case, "minips") / rate(case, "transformers")
                 yield row(f"decode {weights}, ours / transformers, m = {case['m']}", gain, marks[case["m"]])
-    data = found.get("decode", {})
-    rates = {case["m"]: {name: rate(case, name) for name in case["methods"]} for case in data.get("cases", ())}
-    if {1, 4} <= set(rates):
-        yield row("decode bf16, m = 4 / the fastest m = 1", rates[4]["minips"] / max(rates[1].values()), SCALING_MARK)
-    for case in data.get("prefill", ()):
+    for name, how in (("decode", "bf16"), ("decode-compiled", "bf16, compiled")):
+        rates = {case["m"]: {method: rate(case, method) for method in case["methods"]} for case in found.get(name, {}).get("cases", ())}
+        if {1, 4} <= set(rates):
+            yield row(f"decode {how}, m = 4 / the fastest m = 1", rates[4]["minips"] / max(rates[1].values()), SCALING_MARK)
+    for case in found.get("decode", {}).get("prefill", ()):
         if "transformers" in case["methods"]:
             seconds = {name: warm(one, "prefill")["median"] for name, one in case["methods"].items()}
             yield row(f"prefill, ours / transformers, {case['length']} tokens", seconds["transformers"] / seconds["minips"], 1)
