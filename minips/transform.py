@@ -19,6 +19,7 @@ from .rope import Rope, apply_rope
 LARGEST_CHUNK = 1024  # tokens worked on at once
 SMALLEST_CHUNK = 32
 LONG_JOB = 128  # tokens
+LAYERS_AT_ONCE = 6  # of the kind normalize
 
 
 class Job(NamedTuple):
@@ -72,6 +73,7 @@ class Transform:
         self.pool, self.rope, self.mapper, self.lengths, self.twins = pool, rope, mapper, lengths, twins
         self.coefficients: Coefficients | None = None
         self.maps_keys = self.maps_values = False
+        self.first_layer = 0  # of those that `coefficients` are of
         self.statistics_needed = mapper is not None and mapper.config.kind == "normalize" and len(lengths) > 1
         if self.statistics_needed:
             self.maps_keys = self.maps_values = True
@@ -87,35 +89,49 @@ class Transform:
         """Whether tokens that move by `delta` are written again."""
         return bool(delta) or self.maps_keys or self.maps_values
 
-    def _map(self, part: str, branch: int) -> Map:
-        """The map of keys or values of tokens of one branch."""
-        return lambda layer, x: self.mapper.map(part, layer, x, self.coefficients, branch)
-
     @torch.no_grad()
     def apply(self, jobs: Sequence[Job], timings: dict[str, float]) -> None:
         """Carry out all jobs. With a map, rotation and map are one pass and count as `map`; without, as `rerotate`."""
         started = time.perf_counter()
         if jobs:
             if self.statistics_needed:
-                self.coefficients = self._statistics(jobs)
-            for branch, slots, positions, deltas in self._pieces(jobs):
-                keys, values = (self._map(part, branch) if maps else None for part, maps in (("key", self.maps_keys), ("value", self.maps_values)))
-                run = as_run(slots)
-                self._keys(run, positions, deltas, keys)
-                for layer, store in enumerate(self.pool.values) if values is not None else ():
-                    write(store, run, values(layer, read(store, run, torch.float32)))
+                self._normalize(jobs)
+            else:
+                for piece in self._pieces(jobs):
+                    for layer in range(len(self.pool.keys)):
+                        self._change(piece, layer)
             if self.pool.device.type == "cuda":
                 torch.cuda.synchronize(self.pool.device)
         timings["map" if self.maps_keys or self.maps_values else "rerotate"] = time.perf_counter() - started
 
+    def _normalize(self, jobs: Sequence[Job]) -> None:
+        """Some layers after the other, because statistics of all would be large beside short branches."""
+        for self.first_layer in range(0, len(self.pool.keys), LAYERS_AT_ONCE):
+            layers = range(self.first_layer, min(self.first_layer + LAYERS_AT_ONCE, len(self.pool.keys)))
+            self.coefficients = self._statistics(jobs, layers)
+            for piece in self._pieces(jobs):
+                for layer in layers:
+                    self._change(piece, layer)
+
+    def _change(self, piece: _Piece, layer: int) -> None:
+        keys, values = self.pool.keys[layer], self.pool.values[layer]
+        if piece.move is not None:
+            write(keys, piece.run, piece.move(layer, read(keys, piece.run, torch.float32)))
+        if self.maps_values:
+            write(values, piece.run, self._map("value", piece.branch)(layer, read(values, piece.run, torch.float32)))
+
+    def _map(self, part: str, branch: int) -> Map:
+        """The map of keys or values of tokens of one branch."""
+        return lambda layer, x: self.mapper.map(part, layer - self.first_layer, x, self.coefficients, branch)
+
     def _chunk(self, tokens: int) -> int:
         """So many tokens that fp32 temporaries of one layer stay below 5% of the pages they belong to."""
         stored = min(2, self.pool.keys[0].dtype.itemsize)
-        share = 520 if self.statistics_needed or stored < 2 else 240  # statistics and 8-bit codes need more temporaries
+        share = 520 if stored < 2 else 320 if self.statistics_needed else 240  # statistics and 8-bit codes need more temporaries
         return min(LARGEST_CHUNK, max(SMALLEST_CHUNK, tokens * len(self.pool.keys) * stored // share))
 
-    def _pieces(self, jobs: Sequence[Job]) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-        """Tokens that are worked on at once: a branch that they all belong to (or 0, if that does not matter), and what `_tokens` says of them.
+    def _pieces(self, jobs: Sequence[Job]) -> Iterator[_Piece]:
+        """The tokens of the jobs in pieces that are worked on at once.
 
         On a CPU long jobs are cut by themselves, because a run of slots needs no copy; short ones, and all on CUDA, are put together.
         """
@@ -123,16 +139,19 @@ class Transform:
         most = self._chunk(total)
         if self.pool.device.type == "cpu" and total >= LONG_JOB * len(jobs):
             groups = [[job] for job in jobs]
-        elif self.coefficients is not None:
+        elif self.coefficients is not None or self.statistics_needed:
             groups = [list(group) for _, group in groupby(jobs, key=lambda job: job.branch)]
         else:
             groups = [jobs]
+        bare = self.mapper is not None and self.mapper.bare
         for group in groups:
             parts = self._tokens(group)
-            count = len(parts[0])
-            even = -(-count // -(-count // most))
-            for pieces in zip(*(part.split(even) for part in parts)):
-                yield group[0].branch, *pieces
+            even = -(-len(parts[0]) // -(-len(parts[0]) // most))
+            for slots, positions, deltas in zip(*(part.split(even) for part in parts)):
+                branch, move = group[0].branch, None
+                if self.maps_keys or deltas.any():
+                    move = KeyMove(self.rope, positions, deltas, self._map("key", branch) if self.maps_keys else None, bare)
+                yield _Piece(branch, as_run(slots), move)
 
     def _tokens(self, jobs: Sequence[Job]) -> tuple[Tensor, Tensor, Tensor]:
         """Slot, new position and delta of every token, int64 [n]."""
@@ -142,36 +161,29 @@ class Transform:
         deltas = torch.cat([torch.full((job.segment.length,), job.delta) for job in jobs])
         return slots, positions.to(device), deltas.to(device)
 
-    def _keys(self, slots: Tensor | slice, positions: Tensor, deltas: Tensor, mapped: Map | None) -> None:
-        if mapped is None and not deltas.any():
-            return
-        move = KeyMove(self.rope, positions, deltas, mapped, self.mapper is not None and self.mapper.bare)
-        for layer, store in enumerate(self.pool.keys):
-            write(store, slots, move(layer, read(store, slots, torch.float32)))
-
-    def _statistics(self, jobs: Sequence[Job]) -> Coefficients:
-        """Mean and variance of each branch's unrotated keys and of its values, chunk by chunk."""
+    def _statistics(self, jobs: Sequence[Job], layers: range) -> Coefficients:
+        """What mean and variance of each branch's unrotated keys, and of its values, come to in these layers."""
         pool, count = self.pool, len(self.lengths)
-        shape = (2, count, len(pool.keys), *pool.keys[0].shape[2:])
-        keys, values = (torch.zeros(shape, device=pool.device) for _ in range(2))
+        keys, values = (torch.zeros(2, count, len(layers), *pool.keys[0].shape[2:], device=pool.device) for _ in range(2))
         seen = [0] * count
-        chunk = self._chunk(sum(job.segment.length for job in jobs))
-        for job in jobs:
-            slots, positions, deltas = self._tokens([job])
-            for first in range(0, len(slots), chunk):
-                part = slice(first, first + chunk)
-                cos, sin = self.rope.tables(positions[part] - deltas[part])
-                run = as_run(slots[part])
-                for layer in range(len(pool.keys)):
-                    k = apply_rope(read(pool.keys[layer], run, torch.float32), cos, -sin)
-                    v = read(pool.values[layer], run, torch.float32)
-                    _accumulate(keys[:, job.branch, layer], k, seen[job.branch])
-                    _accumulate(values[:, job.branch, layer], v, seen[job.branch])
-                seen[job.branch] += len(slots[part])
+        for branch, run, move in self._pieces(jobs):
+            for at, layer in enumerate(layers):
+                k = apply_rope(read(pool.keys[layer], run, torch.float32), *move.turn)
+                _accumulate(keys[:, branch, at], k, seen[branch])
+                _accumulate(values[:, branch, at], read(pool.values[layer], run, torch.float32), seen[branch])
+            seen[branch] += len(k)
         for branch, twin in enumerate(self.twins):
             if twin != branch:
                 keys[:, branch], values[:, branch] = keys[:, twin], values[:, twin]
         return self.mapper.from_statistics(keys, values, self.lengths)
+
+
+class _Piece(NamedTuple):
+    """Tokens at a run of slots (or at any), of `branch` where a map depends on that; move: None where keys stay as they are."""
+
+    branch: int
+    run: Tensor | slice
+    move: KeyMove | None
 
 
 def _accumulate(statistics: Tensor, x: Tensor, seen: int) -> None:
