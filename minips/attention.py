@@ -19,7 +19,7 @@ from .kv_storage import Store, as_run, mixed_as, read, read_mixed, write
 SHARED_FROM = 64  # slots that rows must have in common to be read once for all
 APART_FROM = 256  # new tokens of a row from which its past is attended apart, on a CPU
 BLOCKS_FROM, BLOCKS_TO, BLOCKS_PAST = 16, 512, 1024  # new tokens, and cached ones, of rows that are attended in blocks (measured on Zen 4)
-BLOCK = 128  # queries at a time, so that their scores stay in a core's cache
+BLOCK = 192  # queries at a time, so that their scores stay in a core's cache
 
 
 @dataclass(frozen=True)
