@@ -190,6 +190,7 @@ def test_refusals_and_help_do_not_load_torch():
 
 
 FLAGS = [
+    "--compile",
     "--top-k",
     "5",
     "--seed",
