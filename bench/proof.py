@@ -1,6 +1,6 @@
 """The shipped adapter's card: tables on held-out rows, twenty ordinary answers, and the training curve, all by one command.
 
-    python bench/proof.py --data DIR [--rows 200] [--text-adapter runs/train/smollm2-135m-text/adapter] [--only judge,sweep,answers,none]
+    python bench/proof.py --data DIR [--rows 200] [--text-adapter runs/train/smollm2-135m-text-v2/adapter] [--only judge,sweep,answers,none]
 
 Every method reads the same held-out rows (`minips.evaluate --held-out`): text and parallel with the base weights, text with a LoRA
 trained on the same rows and steps where --text-adapter is there, and parallel with the adapter. Steps go on where they were stopped.
