@@ -128,7 +128,7 @@ class GatherAttention:
     def _mask(self, row: AttentionRow, q: Tensor) -> Tensor | None:
         """What `_attend` needs for a row, whose queries are like q [any, heads, head_dim]."""
         blocks = self._blocks(row, q.dtype)
-        mask = None if self._apart(row) and not blocks else _causal_mask(row)
+        mask = None if self._apart(row) and not blocks else causal_mask(row)
         if mask is None or row.reweight is not None or not self.on_cpu:
             return mask
         if blocks:
@@ -232,7 +232,7 @@ def attention_scores(q: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor:
     return scores if mask is None else scores.masked_fill(~mask, float("-inf"))
 
 
-def _causal_mask(row: AttentionRow) -> Tensor | None:
+def causal_mask(row: AttentionRow) -> Tensor | None:
     """Bool [count, past + count], lower-right aligned; None where SDPA needs none (one query) or its own flag will do (no past)."""
     if row.count == 1 or row.past == 0:
         return None

@@ -68,11 +68,11 @@ def resolve_device(name: str) -> torch.device:
         device = torch.device(name)
     except (RuntimeError, TypeError):
         raise MinipsError(f"device is {name!r}, expected auto, cpu, cuda or cuda:N") from None
-    if device.type not in ("cpu", "cuda"):
+    if device.type not in ("cpu", "cuda") or device.type == "cpu" and device.index:
         raise MinipsError(f"device {name!r} is not supported; supported: auto, cpu, cuda, cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise MinipsError(f"device is {name!r}, but this machine has {torch.cuda.device_count()} CUDA device(s)")
-    return device
+    return torch.device("cpu") if device.type == "cpu" else device
 
 
 def open_safetensors(path: str | Path) -> safe_open:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minips import attention
-from minips.attention import AttentionRow, GatherAttention, _causal_mask
+from minips.attention import AttentionRow, GatherAttention, causal_mask
 
 
 def dense(q, k, v):
@@ -77,8 +77,8 @@ def test_bf16_rows_behind_many_tokens_are_attended_in_blocks(monkeypatch, heads,
 
 def test_causal_mask_is_lower_right():  # FAULTS 54
     row = AttentionRow(torch.arange(5), 3, 2)
-    assert _causal_mask(row).int().tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
-    assert _causal_mask(AttentionRow(torch.arange(5), 4, 1)) is None
+    assert causal_mask(row).int().tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+    assert causal_mask(AttentionRow(torch.arange(5), 4, 1)) is None
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33])

@@ -185,8 +185,8 @@ def test_resolve_dtype_and_device():  # FAULTS 12
     assert found == [torch.bfloat16] * 3 + [torch.float16] * 2 + [torch.float32] * 2
     with pytest.raises(MinipsError, match="'int3'.*bfloat16"):
         resolve_dtype("int3", config)
-    assert resolve_device("cpu") == torch.device("cpu")
-    for name in ("gpu", "meta", f"cuda:{torch.cuda.device_count()}"):
+    assert resolve_device("cpu") == resolve_device("cpu:0") == torch.device("cpu")
+    for name in ("gpu", "meta", "cpu:1", f"cuda:{torch.cuda.device_count()}"):
         with pytest.raises(MinipsError, match=f"'{name}'"):
             resolve_device(name)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..attention import AttentionRow, GatherAttention, attention_scores
+from ..attention import AttentionRow, GatherAttention, attention_scores, causal_mask
 from ..decoding import open_writers
 from ..engine import Engine
 from ..errors import RoomError
@@ -30,7 +30,7 @@ class WatchedAttention(GatherAttention):
         self.shares: list[list[float]] = []
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, row: AttentionRow, mask: Tensor | None) -> Tensor:
-        scores = attention_scores(q, keys, mask)
+        scores = attention_scores(q, keys, causal_mask(row))
         weights = (row.reweight(scores) if row.reweight is not None else scores).softmax(-1).mean((0, 1, 2))
         self.shares.append([float(weights[a:b].sum()) for a, b in zip(self.bounds, self.bounds[1:])])
         return super()._attend(q, keys, values, row, mask)
