@@ -1,4 +1,4 @@
-"""Everything that bench/RESULTS.md says about speed and memory, in one command of about a quarter of an hour on two CPU cores.
+"""Everything that bench/RESULTS.md says about speed and memory, in one command of about 25 minutes on two CPU cores.
 
     python bench/speed.py [--only ttft,decode,...] [--again] [--out runs/speed] [--quick]
 
@@ -30,11 +30,11 @@ START, END = "<!-- speed: written by bench/speed.py -->", "<!-- speed: end -->"
 LONG = ["--random", "135m", "--max-positions", "20480"]
 KINDS = "low_rank,none,affine,linear,normalize"
 STEPS = {  # name: (title, bench, arguments)
-    "ttft": ("Time to first token, SmolLM2-135M", "ttft", ["--lengths", "512,1024", "--budget", "20"]),
+    "ttft": ("Time to first token, SmolLM2-135M", "ttft", ["--lengths", "512,1024", "--budget", "45"]),
     "ttft-2048": (
         "Time to first token, the same shape with random weights and a longer position limit",
         "ttft",
-        [*LONG, "--lengths", "2048", "--methods", "parallel,text,transformers", "--budget", "20"],
+        [*LONG, "--lengths", "2048", "--methods", "parallel,text,transformers", "--budget", "95"],
     ),
     "ttft-4096": ("The same at 4 x 4096 tokens", "ttft", [*LONG, "--lengths", "4096", "--methods", "parallel,text", "--budget", "20"]),
     "mappers": (
