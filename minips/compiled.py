@@ -19,7 +19,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from .attention import attend_table, table_inputs
 from .errors import MinipsError
@@ -163,6 +162,8 @@ def _first_told(form: Compiled) -> Compiled:
 @contextmanager
 def _lasting_cache() -> Iterator[None]:
     """Kernels are kept in minips' cache folder, unless a folder was named: torch's own choice is gone after a restart."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # loads Inductor, which nothing else needs
+
     name = "TORCHINDUCTOR_CACHE_DIR"
     before = os.environ.get(name)
     if before is None or before == default_cache_dir():

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 
 
 class Matrix(Protocol):
@@ -77,7 +77,7 @@ class Opaque:
 
 _numbers = count()
 _opaque: WeakValueDictionary[int, Opaque] = WeakValueDictionary()
-_library = torch.library.Library("minips", "DEF")
+_library = library.Library("minips", "DEF")
 _library.define("product(Tensor x, Tensor number, int rows) -> Tensor")
 
 
@@ -86,7 +86,7 @@ def _product(x: Tensor, number: Tensor, rows: int) -> Tensor:
 
 
 _library.impl("product", _product, "CPU")
-torch.library.register_fake("minips::product", lambda x, number, rows: x.new_empty(*x.shape[:-1], rows), lib=_library)
+library.register_fake("minips::product", lambda x, number, rows: x.new_empty(*x.shape[:-1], rows), lib=_library)
 
 
 class Packed(Opaque):
