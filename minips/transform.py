@@ -127,7 +127,7 @@ class Transform:
     def _chunk(self, tokens: int) -> int:
         """So many tokens that fp32 temporaries of one layer stay below 5% of the pages they belong to."""
         stored = min(2, self.pool.keys[0].dtype.itemsize)
-        share = 520 if stored < 2 else 320 if self.statistics_needed else 240  # statistics and 8-bit codes need more temporaries
+        share = 520 if stored < 2 else 240  # 8-bit codes need more temporaries
         return min(LARGEST_CHUNK, max(SMALLEST_CHUNK, tokens * len(self.pool.keys) * stored // share))
 
     def _pieces(self, jobs: Sequence[Job]) -> Iterator[_Piece]:
@@ -168,10 +168,9 @@ class Transform:
         seen = [0] * count
         for branch, run, move in self._pieces(jobs):
             for at, layer in enumerate(layers):
-                k = apply_rope(read(pool.keys[layer], run, torch.float32), *move.turn)
-                _accumulate(keys[:, branch, at], k, seen[branch])
-                _accumulate(values[:, branch, at], read(pool.values[layer], run, torch.float32), seen[branch])
-            seen[branch] += len(k)
+                _accumulate(keys[:, branch, at], apply_rope(read(pool.keys[layer], run, torch.float32), *move.turn), seen[branch])
+                count = _accumulate(values[:, branch, at], read(pool.values[layer], run, torch.float32), seen[branch])
+            seen[branch] += count
         for branch, twin in enumerate(self.twins):
             if twin != branch:
                 keys[:, branch], values[:, branch] = keys[:, twin], values[:, twin]
@@ -186,17 +185,19 @@ class _Piece(NamedTuple):
     move: KeyMove | None
 
 
-def _accumulate(statistics: Tensor, x: Tensor, seen: int) -> None:
-    """Update mean and variance [2, kv_heads, head_dim] of `seen` tokens by more, x [n, kv_heads, head_dim] (Chan et al.)."""
-    count, first = len(x), x[:1].clone()
-    x = x - first  # sums of what is left lose no digits, and are several times faster than var_mean on a CPU
-    mean = x.mean(0)
-    variance = x.square_().mean(0).sub_(mean.square()).clamp_min_(0)
-    mean += first[0]
+def _accumulate(statistics: Tensor, x: Tensor, seen: int) -> int:
+    """Update mean and variance [2, kv_heads, head_dim] of `seen` tokens by more, x [n, kv_heads, head_dim] (Chan et al.); returns n."""
+    count, first = len(x), x[0].clone()
+    x = (x - first).flatten(1)  # sums of what is left lose no digits, and products are many times faster than var_mean on a CPU
+    one = x.new_full((1, count), 1 / count)
+    mean = (one @ x)[0]
+    variance = (one @ x.mul_(x))[0].sub_(mean.square()).clamp_min_(0).view_as(first)
+    mean = mean.view_as(first) + first
     total = seen + count
     delta = mean - statistics[0]
     statistics[1] = (statistics[1] * seen + variance * count + delta.square() * (seen * count / total)) / total
     statistics[0] += delta * (count / total)
+    return count
 
 
 def rerotate(pool: KVPool, rope: Rope, segment: Segment, *deltas: int) -> None:
