@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from pathlib import Path
 
 from .command import command
@@ -131,20 +132,17 @@ def _batch(config: DistillConfig, engine: Engine, examples: Sequence[Example]) -
 def _with_branches(config: DistillConfig, engine: Engine, examples: Sequence[Example]) -> list[Example]:
     """The examples with the outputs of their live workers, all decoded as one batch, in place of the workers."""
     live = [example for example in examples if example.workers]
-    branches = []
+    roots, branches = engine.prefill_batch([example.prefix for example in live]), []
     try:
-        for example in live:
-            with engine.prefill(example.prefix) as prefix:
-                branches.append(engine.fork(prefix, list(example.workers)))
+        branches = engine.fork_batch(roots, [example.workers for example in live])
         flat = [branch for row in branches for branch in row]
         seeds = [_seed(config, example.id, at) for example, row in zip(live, branches) for at in range(len(row))]
         params = SamplingParams(max_tokens=config.worker_tokens, temperature=config.worker_temperature)
         engine.decode(flat, [replace(params, seed=seed) for seed in seeds])
         written = {e.id: tuple(tuple(b.output_ids) for b in row if b.output_ids) for e, row in zip(live, branches)}
     finally:
-        for row in branches:
-            for branch in row:
-                branch.close()
+        for branch in chain(roots, *branches):
+            branch.close()
     return [replace(e, branches=written[e.id], workers=()) if e.id in written else e for e in examples]
 
 

@@ -18,6 +18,7 @@ from .hub import resolve_model
 from .kv_cache import Branch, KVPool, Segment, pool_pages
 from .kv_storage import bytes_per_token, resolve_kv_dtype
 from .model import Model
+from .opening import open_branches, open_roots
 from .prompts import Prompt, Prompts
 from .quantize import quantize as quantize_model
 from .results import Result, Scores, TextStream
@@ -153,20 +154,16 @@ class Engine:
     @in_turn
     def prefill(self, prompt: Prompt, *, system: str | None = None, raw: bool = False) -> Branch:
         """Compute a root (c_sh). A string leaves its user turn open for `fork`."""
-        ids = self.prompts.encode(prompt, "prefix", raw=raw, system=system)
-        if not ids:
-            raise MinipsError("prompt is empty: it has no tokens")
-        root = self.empty_branch()
-        try:
-            self.append([root], [ids])
-        except BaseException:
-            root.close()
-            raise
-        root.raw = raw
-        if isinstance(prompt, str) and not raw:
-            root.turn = "open" if prompt else "open_empty"
-        root.fork_depth = len(root.segments)
-        return root
+        return open_roots(self, [prompt], [system], raw)[0]
+
+    @in_turn
+    def prefill_batch(self, prompts: Sequence[Prompt], *, systems: Sequence[str | None] | None = None, raw: bool = False) -> list[Branch]:
+        """As `prefill`, the roots of several tasks as one ragged batch. All or nothing."""
+        if isinstance(prompts, str) or not isinstance(prompts, (list, tuple)):
+            raise MinipsError("prefill_batch: prompts must be a list with one prompt a root")
+        systems = [None] * len(prompts) if systems is None else systems
+        _same_count("prefill_batch", prompts, systems, "systems", of="prompts")
+        return open_roots(self, prompts, systems, raw)
 
     @in_turn
     def empty_branch(self) -> Branch:
@@ -196,25 +193,17 @@ class Engine:
         self.check_branches([prefix], "fork")
         if isinstance(prompts, str) or not isinstance(prompts, (list, tuple)):
             raise MinipsError("fork: prompts must be a list with one prompt a branch")
-        ids = [self.prompts.fork(prefix, prompt) for prompt in prompts]
-        distinct = list(dict.fromkeys(map(tuple, ids)))
-        firsts: list[Branch] = []
-        branches: list[Branch] = []
-        try:
-            firsts.extend(prefix.child() for _ in distinct)
-            self.append(firsts, [list(row) for row in distinct])
-            unused = dict(zip(distinct, firsts))
-            for row in map(tuple, ids):
-                first = firsts[distinct.index(row)]
-                branch = unused.pop(row, None) or first.child()
-                branch.fork_depth, branch.turn = len(prefix.segments), "assistant"
-                branches.append(branch)
-        except BaseException:
-            for branch in (*firsts, *branches):
-                branch.close()
-            raise
-        self.counters["reused_tokens"] += prefix.num_cached * len(branches)
-        return branches
+        return open_branches(self, [prefix], [prompts])[0]
+
+    @in_turn
+    def fork_batch(self, prefixes: Sequence[Branch], prompts: Sequence[Sequence[Prompt]]) -> list[list[Branch]]:
+        """As `fork`, of several prefixes with a list of prompts each, as one ragged batch. All or nothing."""
+        prefixes = self.check_branches(prefixes, "fork_batch")
+        _same_count("fork_batch", prefixes, prompts, "lists of prompts", of="prefixes")
+        for index, row in enumerate(prompts):
+            if isinstance(row, str) or not isinstance(row, (list, tuple)):
+                raise MinipsError(f"fork_batch: prompts {index} is {type(row).__name__}, expected a list with one prompt a branch")
+        return open_branches(self, prefixes, prompts)
 
     @in_turn
     def extend(self, branches: Sequence[Branch], prompts: Sequence[Prompt]) -> list[Branch]:
@@ -387,7 +376,7 @@ class Engine:
             branch.close()
 
 
-def _same_count(call: str, branches: Sequence, items: Sequence, what: str) -> None:
+def _same_count(call: str, branches: Sequence, items: Sequence, what: str, of: str = "branches") -> None:
     if isinstance(items, str) or not isinstance(items, (list, tuple)) or len(items) != len(branches):
         found = len(items) if isinstance(items, (list, tuple)) else type(items).__name__
-        raise MinipsError(f"{call}: {len(branches)} branches but {found} {what}, expected one each, as a list")
+        raise MinipsError(f"{call}: {len(branches)} {of} but {found} {what}, expected one each, as a list")

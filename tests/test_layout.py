@@ -9,7 +9,7 @@ LAYERS = [
     {"command", "config", "errors", "reading", "results", "turns"},
     {"rope", "kv_storage", "attention", "sampling", "tokenizer", "chat", "gguf_convert", "shipped", "hub", "weights", "files", "matrix"},
     {"kv_cache", "model", "lora", "mapper", "quantize"},
-    {"prompts", "decoding", "answering", "engine", "adapter", "branch_files", "cuda_graph", "compiled"},
+    {"prompts", "decoding", "answering", "engine", "adapter", "branch_files", "cuda_graph", "compiled", "opening"},
     {"transform", "merge", "synthesis"},
     {"training", "evaluation", "screen", "screen_live", "workflow", "workflow_checks", "running", "record", "chat_loop"},
     {"corpus"},
@@ -21,7 +21,8 @@ SAME_LAYER = {
     ("gguf_convert", "weights"), ("kv_storage", "weights"), ("attention", "kv_storage"),
     ("answering", "decoding"), ("engine", "answering"), ("engine", "prompts"), ("engine", "decoding"), ("engine", "cuda_graph"), ("engine", "compiled"), ("cuda_graph", "compiled"),
     ("engine", "branch_files"), ("branch_files", "engine"),
-    ("answering", "engine"),  # for type checkers only
+    ("opening", "prompts"), ("engine", "opening"),
+    ("answering", "engine"), ("opening", "engine"),  # for type checkers only
     ("synthesis", "merge"), ("merge", "transform"), ("lora", "model"), ("quantize", "model"),
     ("screen", "screen_live"), ("screen_live", "screen"), ("workflow", "workflow_checks"), ("running", "screen"), ("running", "workflow"),
     ("train", "adapters"), ("record", "running"), ("record", "workflow"), ("record", "workflow_checks"), ("chat_loop", "screen"),

@@ -44,17 +44,19 @@ def open_rows(engine: Engine, task: Task, examples: Sequence[Example], workers: 
     its own, made of (seed, example id, worker).
     """
     started = time.perf_counter()
-    rows: list[Row] = []
     boxes: list[Toolbox] = []
+    ready = []
+    for example in examples:
+        if task.agents:
+            example, own_boxes = prepare(example, len(example.worker_prompts) or workers)
+            boxes += own_boxes
+        ready.append(example)
+    prefixes = engine.prefill_batch([example.prefix for example in ready], systems=[example.system for example in ready])
+    rows = [Row(example, prefix, []) for example, prefix in zip(ready, prefixes)]
     try:
-        for example in examples:
-            if task.agents:
-                example, own_boxes = prepare(example, len(example.worker_prompts) or workers)
-                boxes += own_boxes
-            prefix = engine.prefill(example.prefix, system=example.system)
-            rows.append(Row(example, prefix, []))
-            own = example.passages and [""] * len(example.passages) or list(example.worker_prompts) or [""] * workers
-            rows[-1].branches = engine.fork(prefix, own)
+        own = [[""] * len(example.passages) or list(example.worker_prompts) or [""] * workers for example in ready]
+        for row, branches in zip(rows, engine.fork_batch(prefixes, own)):
+            row.branches = branches
         given = [row for row in rows if row.example.passages]
         engine.encode([b for row in given for b in row.branches], [p for row in given for p in row.example.passages])
         decoded = [row for row in rows if not row.example.passages]

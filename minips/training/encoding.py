@@ -44,7 +44,14 @@ def encode(engine: Engine, examples: Sequence[Example], config: TrainConfig, ste
     items, skipped = [], []
     try:
         needed = [example for example in examples if config.method == "parallel" or example.workers]
-        forked = iter(_fork(engine, needed, opened))
+        roots = engine.prefill_batch([example.prefix for example in needed])
+        try:
+            forked = engine.fork_batch(roots, [example.workers or [""] * len(example.branches) for example in needed])
+        finally:
+            for root in roots:
+                root.close()
+        opened += chain.from_iterable(forked)
+        forked = iter(forked)
         rows = [next(forked) if config.method == "parallel" or example.workers else [] for example in examples]
         given = [(row, example.branches) for row, example in zip(rows, examples) if not example.workers]
         live = list(chain.from_iterable(row for row, example in zip(rows, examples) if example.workers))
@@ -74,41 +81,6 @@ def encode(engine: Engine, examples: Sequence[Example], config: TrainConfig, ste
             branch.close()
         raise
     return opened, items, skipped
-
-
-def _fork(engine: Engine, examples: Sequence[Example], opened: list[Branch]) -> list[list[Branch]]:
-    """Every example's branches behind its prefix, noted in `opened`; as `Engine.prefill` and `fork` would, but all rows as one batch."""
-    rows: list[list[Branch]] = []
-    firsts, ids = [], []
-    roots = [engine.empty_branch() for _ in examples]
-    try:
-        engine.append(roots, [engine.prompts.encode(example.prefix, "prefix") for example in examples])
-        for root, example in zip(roots, examples):
-            root.turn, root.fork_depth = "open" if example.prefix else "open_empty", len(root.segments)
-            made: dict[tuple[int, ...], Branch] = {}
-            rows.append([])
-            for text in example.workers or [""] * len(example.branches):
-                prompt = engine.prompts.fork(root, text)
-                if tuple(prompt) not in made:
-                    made[tuple(prompt)] = root.child()
-                    firsts.append(made[tuple(prompt)])
-                    ids.append(prompt)
-                rows[-1].append(made[tuple(prompt)])
-        opened += firsts
-        engine.append(firsts, ids)
-    finally:
-        for root in roots:
-            root.close()
-    for row in rows:
-        seen: set[int] = set()
-        for at, first in enumerate(row):
-            if id(first) in seen:  # the same words: the same pages, another branch
-                row[at] = first.child()
-                opened.append(row[at])
-            seen.add(id(first))
-        for branch in row:
-            branch.turn, branch.fork_depth = "assistant", 1
-    return rows
 
 
 def ids_of(words: Words) -> str | list[int]:
