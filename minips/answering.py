@@ -49,7 +49,7 @@ def work(
         engine.ensure_logits(firsts)
         while len(rows) < len(groups):
             done, last = len(rows), -1
-            wave = range(done, done + _wave(engine, limits, done))
+            wave = range(done, done + _wave(engine, [engine.pool.pages_for(limit) for limit in limits[done:]]))
             what = f"decoding {counted(len(groups), 'worker')}" + (f" in waves: after {done} of them the next one" if done else "")
             writers += open_writers([firsts[at] for at in wave], [limits[at] for at in wave], "output", what)
             streams = [groups[at][0] if shared else None for at in wave]
@@ -80,11 +80,11 @@ def _check_waves(engine: Engine, params: Sequence[SamplingParams], limits: Seque
         used += pages(engine.least_tokens(row_params, limit))
 
 
-def _wave(engine: Engine, limits: Sequence[int], done: int) -> int:
-    """How many rows from `done` on fit the free pages at their longest; the next one in any case, which is then refused if need be."""
-    pages, count, needed = engine.pool.pages_for, 0, 0
-    while done + count < len(limits) and needed + pages(limits[done + count]) <= engine.pool.num_free:
-        needed += pages(limits[done + count])
+def _wave(engine: Engine, needed: Sequence[int]) -> int:
+    """How many rows that need so many pages at their longest fit the free ones; the first in any case, which is then refused if need be."""
+    count, free = 0, engine.pool.num_free
+    while count < len(needed) and needed[count] <= free:
+        free -= needed[count]
         count += 1
     return max(count, 1)
 
@@ -135,14 +135,28 @@ def answer_batch(
     valid_vocab: int | None = None,
     targets: Sequence[str | list[int]] | None = None,
 ) -> list[Result]:
-    """`answers` to its end; targets: text or ids. The branches are closed, also where the call is refused."""
+    """`answers` to its end, in waves where the worst case of all rows does not fit at once; targets: text or ids.
+
+    A wave takes as many rows, in order, as fit, and gives all of its pages back. What no wave can fit is refused before the first
+    forward. The branches are closed, also where the call is refused.
+    """
     try:
         params = params_for(params, len(ids), "generate_batch")
         if targets is not None and (isinstance(targets, str) or len(targets) != len(ids)):
             raise MinipsError(f"generate_batch: {len(ids)} prompts but {len(targets)} targets, expected one each")
         targets = None if targets is None else [engine.prompts.output(target) for target in targets]
-        rows = answers(engine, branches, ids, params, model, started, None, valid_vocab, targets)
-        return TextStream(rows, engine.turns, "generate_batch").finish()
+        needed = [_needed(engine, row, _limit(engine, branch, row, own)) for branch, row, own in zip(branches, ids, params)]
+        with engine.turns("generate_batch"):
+            segments = [segment for branch in branches for segment in branch.segments]
+            engine.pool.make_room(sum(needed), what := f"the longest of {len(ids)} prompts and its answer", segments)
+            engine.pool.require(max(needed, default=0), what, segments)
+        results: list[Result] = []
+        while (done := len(results)) < len(ids):
+            wave = slice(done, done + _wave(engine, needed[done:]))
+            own = None if targets is None else targets[wave]
+            rows = answers(engine, branches[wave], ids[wave], params[wave], model, started, None, valid_vocab, own)
+            results += TextStream(rows, engine.turns, "generate_batch").finish()
+        return results
     finally:
         for branch in branches:
             branch.close()
@@ -219,16 +233,24 @@ def answers(
             branch.close()
 
 
+def _limit(engine: Engine, branch: Branch, row: list[int], params: SamplingParams) -> int:
+    """How many tokens the answer to one prompt may have; refuses what has no tokens or no positions."""
+    if not row:
+        raise MinipsError("prompt is empty: it has no tokens")
+    engine.check_positions(branch.next_position, len(row), "the prompt")
+    return engine.token_limit(branch.next_position + len(row), params)
+
+
+def _needed(engine: Engine, row: list[int], limit: int) -> int:
+    """Pages of a prompt and its answer at its longest."""
+    return engine.pool.pages_for(len(row)) + engine.pool.pages_for(limit)
+
+
 def _check_room(engine: Engine, branches: Sequence[Branch], ids: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[int]:
     """Refuse what cannot fit before any page is taken -> how many tokens each answer may have."""
-    pages, needed, limits = engine.pool.pages_for, 0, []
-    for branch, row, row_params in zip(branches, ids, params):
-        if not row:
-            raise MinipsError("prompt is empty: it has no tokens")
-        engine.check_positions(branch.next_position, len(row), "the prompt")
-        limits.append(engine.token_limit(branch.next_position + len(row), row_params))
-        needed += pages(len(row)) + pages(limits[-1])
+    limits = list(map(_limit, [engine] * len(ids), branches, ids, params))
     what = "the prompt and its answer" if len(ids) == 1 else f"{len(ids)} prompts and their answers"
+    needed = sum(_needed(engine, row, limit) for row, limit in zip(ids, limits))
     engine.pool.require(needed, what, [segment for branch in branches for segment in branch.segments])
     return limits
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from minips import MinipsError, SamplingParams, Synthesizer
+from minips.errors import RoomError
 from minips.attention import AttentionRow, GatherAttention, Reweight
 
-from .support import U, branches_of, prompt_ids, relative_error, tiny_engine
+from .support import OUTS, OWNS, U, branches_of, prompt_ids, relative_error, tiny_engine
 
 PROMPTS = [prompt_ids(9, 60), prompt_ids(3, 61), prompt_ids(17, 62)]
 TARGETS = [prompt_ids(4, 70), prompt_ids(1, 71), prompt_ids(6, 72)]
@@ -66,10 +67,6 @@ def test_contexts_in_a_batch_equal_contexts_alone():
         (lambda e: e.generate_batch(PROMPTS, targets=[[1], [], [2]]), "the target is empty"),
         (lambda e: e.generate_batch(PROMPTS, [SAMPLED]), "3 branches but 1 params"),
         (lambda e: e.generate_batch([PROMPTS[0]], targets=[[97]]), "97 is outside"),
-        (
-            lambda e: e.generate_batch([prompt_ids(100, i) for i in range(9)], SamplingParams(max_tokens=120)),
-            "9 prompts and their answers needs",
-        ),
         (lambda e: Synthesizer(e).generate_batch([], [U]), "0 contexts but 1 prompts"),
     ],
 )
@@ -79,6 +76,28 @@ def test_refused_batches_leave_no_page_behind(call, message):
         call(engine)
     assert engine.stats()["used_pages"] == 0 and engine.stats()["open_branches"] == 0 and engine.check()
     assert engine.generate_batch([]) == []
+
+
+def test_batches_that_do_not_fit_at_once_are_answered_in_waves():
+    wide, tight = tiny_engine(), tiny_engine(max_kv_tokens=120)
+    prompts = [prompt_ids(5 + 7 * at, at) for at in range(6)]
+    params = [SamplingParams(max_tokens=30, temperature=0.8, seed=at) for at in range(6)]
+    targets, most = [[7, 8 + at] for at in range(6)], []
+    feeding = tight.pool.allocate
+    tight.pool.allocate = lambda *a: (most.append(tight.stats()["used_pages"]), feeding(*a))[1]
+    one, many = (engine.generate_batch(prompts, params, targets=targets) for engine in (wide, tight))
+    assert [r.token_ids for r in one] == [r.token_ids for r in many] and [r.text for r in one] == [r.text for r in many]
+    assert all(abs(a.scores.mean_nll - b.scores.mean_nll) < 1e-5 for a, b in zip(one, many))
+    assert sorted(r.ttft for r in many) == [r.ttft for r in many] and max(most) <= 30  # pages of four tokens; all at once need 93
+    before = dict(tight.counters)
+    with pytest.raises(RoomError, match="the longest of 2 prompts and its answer needs 40 pages of 4 tokens, 30 of 30 are free"):
+        tight.generate_batch([prompt_ids(5), prompt_ids(100)], SamplingParams(max_tokens=60))
+    assert tight.counters == before  # nothing was computed
+    synthesizer = Synthesizer(tight)
+    contexts = [synthesizer.merge(branches_of(tight, [OWNS[at]], [OUTS[at]])) for at in range(2)]
+    used = tight.stats()["used_pages"]
+    answers = synthesizer.generate_batch(contexts, [U, U], SamplingParams(max_tokens=40))
+    assert [len(answer.token_ids) for answer in answers] == [40, 40] and tight.stats()["used_pages"] == used and tight.check()
 
 
 # Reweighted attention
