@@ -195,6 +195,9 @@ def require_format(chat: ChatFormat | None) -> ChatFormat:
     return chat
 
 
+SUMMARY_PROMPT = "Summarize what you found in one or two short sentences. Keep names, numbers and the answer."
+
+
 def default_prompt(task: str) -> str:
     """The default synthesizer prompt: it restates the task, which measures better than leaving it to the prefix."""
     _check_text("task", task)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from .chat import text_prompt
+from .chat import SUMMARY_PROMPT, text_prompt
 from .config import SamplingParams
 from .engine import Engine
 from .errors import MinipsError, counted
@@ -18,7 +18,6 @@ from .synthesis import Synthesizer
 from .weights import number_of_parameters
 from .workflow import FORCED_MERGE, TEXT_METHODS, Worker, workers_of
 
-SUMMARY_PROMPT = "Summarise what you found in at most three sentences. Keep every name, number and result that matters."
 HEADING_TOKENS = 16  # at most, of a "## Finding 12" and the blank lines around it
 
 

@@ -7,7 +7,8 @@ import torch
 
 from minips import MinipsError, SamplingParams, Synthesizer
 from minips.chat import text_prompt
-from minips.evaluation.methods import APE, METHODS, SUMMARISE, Setup, check_method, run_method
+from minips.chat import SUMMARY_PROMPT
+from minips.evaluation.methods import APE, METHODS, Setup, check_method, run_method
 from minips.evaluation.rows import open_rows, seed_of
 
 from .evaluation_support import asked, given, task_of, text_engine
@@ -88,19 +89,19 @@ def test_summaries_are_made_by_the_workers_and_read_as_text(opened, monkeypatch)
     monkeypatch.setattr("minips.evaluation.methods.SUMMARY_TOKENS", 5)
     found = run_method("summary", setup, rows[:1])[0]
     child = rows[0].branches[0].child()
-    engine.decode(engine.extend([child], [SUMMARISE]), SamplingParams(max_tokens=5))
+    engine.decode(engine.extend([child], [SUMMARY_PROMPT]), SamplingParams(max_tokens=5))
     first = child.text
     child.close()
     assert found.prefilled_tokens == len(
         engine.prompts.encode(text_prompt(GIVEN[0].prefix, [first, "?", "?"], GIVEN[0].prompt), "full")
     ) + sum(len(engine.tokenizer.encode(text)) - 1 for text in _summaries(engine, rows[0])[1:]) + 3 * len(
-        engine.prompts.encode(SUMMARISE, "continuation")
+        engine.prompts.encode(SUMMARY_PROMPT, "continuation")
     )
 
 
 def _summaries(engine, row):
     children = [branch.child() for branch in row.branches]
-    engine.decode(engine.extend(children, [SUMMARISE] * len(children)), SamplingParams(max_tokens=5))
+    engine.decode(engine.extend(children, [SUMMARY_PROMPT] * len(children)), SamplingParams(max_tokens=5))
     texts = [child.text for child in children]
     for child in children:
         child.close()

@@ -9,7 +9,8 @@ from minips import MinipsError, SamplingParams, Synthesizer
 from minips.config import MergeOptions
 from minips.examples import __path__ as examples_path
 from minips.results import WorkerOutput
-from minips.running import SUMMARY_PROMPT, Span, run_workflow, vote, with_summaries
+from minips.chat import SUMMARY_PROMPT
+from minips.running import Span, run_workflow, vote, with_summaries
 from minips.screen import Screen
 from minips.shipped import DEFAULT_ADAPTER
 from minips.workflow import EXAMPLES, TOP_FIELDS, complete, example_names, read_workflow, spread, workers_of

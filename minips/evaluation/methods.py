@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..answering import answer_batch
-from ..chat import text_prompt
+from ..chat import SUMMARY_PROMPT, text_prompt
 from ..config import SamplingParams
 from ..engine import Engine
 from ..errors import MinipsError, brief
@@ -22,7 +22,6 @@ from ..synthesis import Synthesizer
 from .example import Example, Task
 from .rows import Row
 
-SUMMARISE = "Summarize what you found in one or two short sentences. Keep names, numbers and the answer."
 SUMMARY_TOKENS = 48
 APE = {"branch_temperature": 0.8, "branch_scale": 0.9}  # chosen by NLL on 32 nq_open rows that no table uses
 Scorer = Callable[[Example, Sequence[str]], int]  # the index of the best of several answers
@@ -114,14 +113,14 @@ def summary(setup: Setup, rows: Sequence[Row], adapter: str | None) -> list[Resu
     engine = setup.engine
     children = [branch.child() for row in rows for branch in row.branches]
     try:
-        engine.extend(children, [SUMMARISE] * len(children))
+        engine.extend(children, [SUMMARY_PROMPT] * len(children))
         engine.decode(children, SamplingParams(max_tokens=SUMMARY_TOKENS))
         texts = iter([child.text for child in children])
     finally:
         for child in children:
             child.close()
     prompts = [text_prompt(row.example.prefix, [next(texts) for _ in row.branches], row.example.prompt) for row in rows]
-    asked = len(engine.prompts.encode(SUMMARISE, "continuation"))
+    asked = len(engine.prompts.encode(SUMMARY_PROMPT, "continuation"))
     results = from_text(setup, rows, prompts)
     for row, result in zip(rows, results):
         result.prefilled_tokens += asked * len(row.branches)
