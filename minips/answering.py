@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .config import SamplingParams
-from .decoding import DecodeRow, Writer, decode_rows, feed, open_writers
-from .errors import MinipsError, counted
+from .decoding import DecodeRow, Writer, check_stops, decode_rows, feed, open_writers
+from .errors import MinipsError, RoomError, counted
 from .kv_cache import Branch
 from .model import Model
 from .results import Result, Scores, TextStream
@@ -142,17 +142,19 @@ def answer_batch(
     """
     try:
         params = params_for(params, len(ids), "generate_batch")
-        if targets is not None and (isinstance(targets, str) or len(targets) != len(ids)):
-            raise MinipsError(f"generate_batch: {len(ids)} prompts but {len(targets)} targets, expected one each")
+        if targets is not None and not (isinstance(targets, (list, tuple)) and len(targets) == len(ids)):
+            found = len(targets) if isinstance(targets, (list, tuple)) else type(targets).__name__
+            raise MinipsError(f"generate_batch: {len(ids)} prompts but {found} targets, expected one each")
         targets = None if targets is None else [engine.prompts.output(target) for target in targets]
-        needed = [_needed(engine, row, _limit(engine, branch, row, own)) for branch, row, own in zip(branches, ids, params)]
-        with engine.turns("generate_batch"):
-            segments = [segment for branch in branches for segment in branch.segments]
-            engine.pool.make_room(sum(needed), what := f"the longest of {len(ids)} prompts and its answer", segments)
-            engine.pool.require(max(needed, default=0), what, segments)
+        needed = []
+        for branch, row, own, target in zip(branches, ids, params, targets or [None] * len(ids)):
+            needed.append(_needed(engine, row, _limit(engine, branch, row, own), target))
+            if target is not None:
+                _check_target(engine, branch.next_position + len(row), target, valid_vocab or engine.valid_vocab)
         results: list[Result] = []
         while (done := len(results)) < len(ids):
-            wave = slice(done, done + _wave(engine, needed[done:]))
+            with engine.turns("generate_batch"):
+                wave = slice(done, done + _admit(engine, branches[done:], needed[done:]))
             own = None if targets is None else targets[wave]
             rows = answers(engine, branches[wave], ids[wave], params[wave], model, started, None, valid_vocab, own)
             results += TextStream(rows, engine.turns, "generate_batch").finish()
@@ -160,6 +162,23 @@ def answer_batch(
     finally:
         for branch in branches:
             branch.close()
+
+
+def _admit(engine: Engine, branches: Sequence[Branch], needed: Sequence[int]) -> int:
+    """How many of the rows that are left are answered together: as many as fit. Refused where the largest of them never will."""
+    engine.check_branches(branches, "generate_batch")
+    pool, what = engine.pool, f"the longest of {counted(len(needed), 'prompt')} and its answer"
+    if max(needed) > (pool.num_pages - 1 if pool.offload else pool.num_free):
+        pool.require(max(needed), what)
+    count = len(needed) if pool.offload else _wave(engine, needed)
+    while True:
+        try:
+            pool.require(sum(needed[:count]), what, [segment for branch in branches[:count] for segment in branch.segments])
+            return count
+        except RoomError:  # their contexts come back from the host memory too
+            if count == 1:
+                raise
+            count = (count + 1) // 2
 
 
 def answers(
@@ -184,7 +203,7 @@ def answers(
     try:
         for branch in branches:
             branch.busy = True
-        limits = _check_room(engine, branches, ids, params)
+        limits = _check_room(engine, branches, ids, params, targets)
         mark = time.perf_counter()
         at_prompt = prompt_logits(engine, branches, ids, [row.return_logits for row in params], model)
         prefilled = time.perf_counter()
@@ -237,20 +256,27 @@ def _limit(engine: Engine, branch: Branch, row: list[int], params: SamplingParam
     """How many tokens the answer to one prompt may have; refuses what has no tokens or no positions."""
     if not row:
         raise MinipsError("prompt is empty: it has no tokens")
+    check_stops(params, engine.tokenizer)
     engine.check_positions(branch.next_position, len(row), "the prompt")
     return engine.token_limit(branch.next_position + len(row), params)
 
 
-def _needed(engine: Engine, row: list[int], limit: int) -> int:
-    """Pages of a prompt and its answer at its longest."""
-    return engine.pool.pages_for(len(row)) + engine.pool.pages_for(limit)
+def _needed(engine: Engine, row: list[int], limit: int, target: list[int] | None) -> int:
+    """Pages of a prompt and, behind it, first a target to score and then the answer at its longest."""
+    return engine.pool.pages_for(len(row)) + engine.pool.pages_for(max(limit, len(target or ()) - 1))
 
 
-def _check_room(engine: Engine, branches: Sequence[Branch], ids: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[int]:
+def _check_room(
+    engine: Engine,
+    branches: Sequence[Branch],
+    ids: Sequence[list[int]],
+    params: Sequence[SamplingParams],
+    targets: Sequence[list[int]] | None,
+) -> list[int]:
     """Refuse what cannot fit before any page is taken -> how many tokens each answer may have."""
     limits = list(map(_limit, [engine] * len(ids), branches, ids, params))
     what = "the prompt and its answer" if len(ids) == 1 else f"{len(ids)} prompts and their answers"
-    needed = sum(_needed(engine, row, limit) for row, limit in zip(ids, limits))
+    needed = sum(map(_needed, [engine] * len(ids), ids, limits, targets or [None] * len(ids)))
     engine.pool.require(needed, what, [segment for branch in branches for segment in branch.segments])
     return limits
 
@@ -295,6 +321,15 @@ def score_ids(
             branch.close()
 
 
+def _check_target(engine: Engine, position: int, target: list[int], valid_vocab: int) -> None:
+    """Refuse a target that cannot be scored from `position` on."""
+    if not target:
+        raise MinipsError("score: the target is empty: it has no tokens")
+    if max(target) >= valid_vocab:
+        raise MinipsError(f"score: target id {max(target)} is outside the usable vocabulary of {valid_vocab}")
+    engine.check_positions(position, len(target) - 1, "prompt and target")
+
+
 @torch.no_grad()
 def score_targets(
     engine: Engine, branches: Sequence[Branch], targets: Sequence[list[int]], model: Model, valid_vocab: int | None = None
@@ -302,11 +337,7 @@ def score_targets(
     """Log-probabilities of target ids right behind branches whose last logits are known; the branches stay as they are."""
     valid_vocab = engine.valid_vocab if valid_vocab is None else valid_vocab
     for branch, target in zip(branches, targets):
-        if not target:
-            raise MinipsError("score: the target is empty: it has no tokens")
-        if max(target) >= valid_vocab:
-            raise MinipsError(f"score: target id {max(target)} is outside the usable vocabulary of {valid_vocab}")
-        engine.check_positions(branch.next_position, len(target) - 1, "prompt and target")
+        _check_target(engine, branch.next_position, target, valid_vocab)
     found = [Scores(list(target), [], []) for target in targets]
 
     def note(at: int, first: int, logits: Tensor) -> None:

@@ -143,10 +143,12 @@ def _first_told(form: Compiled) -> Compiled:
         if done:
             return form(*arguments)
         rows = len(arguments[1])
+        from torch.fx.experimental import _config as sizes  # rows and KV heads that are equal at first need not stay so
+
         print(f"compiling a decoder layer for {'one row' if rows == 1 else 'several rows'} ...", file=sys.stderr, flush=True)
         started = time.perf_counter()
         try:
-            with _lasting_cache(), warnings.catch_warnings():
+            with _lasting_cache(), sizes.patch(use_duck_shape=False), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of what Dynamo looks through: nothing that a user could change
                 result = form(*arguments)
         except torch._dynamo.exc.TorchDynamoException as error:

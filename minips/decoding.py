@@ -94,6 +94,12 @@ def open_writers(branches: Sequence[Branch], counts: Sequence[int], role: str, w
     return writers
 
 
+def check_stops(params: SamplingParams, tokenizer: Tokenizer | None) -> None:
+    """Refuse stop strings where there is no tokenizer to make text of tokens."""
+    if params.stop and tokenizer is None:
+        raise MinipsError("SamplingParams: stop strings need a tokenizer, and this model folder has no tokenizer.json")
+
+
 def _in_common(writers: Sequence[Writer]) -> int:
     """Tokens of the leading segments that are the same for all: their slots are the same too."""
     count = 0
@@ -185,8 +191,7 @@ class DecodeRow:
         label: int = 0,
         graphs: object | None = None,
     ):
-        if params.stop and tokenizer is None:
-            raise MinipsError("SamplingParams: stop strings need a tokenizer, and this model folder has no tokenizer.json")
+        check_stops(params, tokenizer)
         self.writer, self.params, self.limit, self.stop_ids, self.label = writer, params, limit, stop_ids, label
         self.graphs = graphs  # the engine's `DecodeGraphs` or `CompiledSteps`, where it has them
         self.sampler = RowSampler(params, stream, writer.branch.token_ids, writer.branch.next_logits.shape[-1], valid_vocab)

@@ -79,6 +79,8 @@ def distill(
     A row whose answer did not end, is empty or does not fit is noted with target null, so that it is not tried again; readers skip it.
     """
     out = Path(out)
+    if "\0" in str(out):
+        raise MinipsError(f"{brief(str(out))}: is no file name")
     examples = load_mixture(config.data, data, seed=config.seed, base=Path(base), say=say)
     done = _finished(out)
     left = [example for example in examples if example.id not in done]
@@ -89,7 +91,7 @@ def distill(
     with open(out, "a", encoding="utf-8") as file:
         for first in range(0, len(left), config.batch):
             for row in _batch(config, engine, left[first : first + config.batch]):
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                file.write(json.dumps(row) + "\n")
             file.flush()
             os.fsync(file.fileno())
             count, seconds = min(first + config.batch, len(left)), time.perf_counter() - started
@@ -101,15 +103,16 @@ def _finished(out: Path) -> set[str]:
     """Ids of the rows that a file holds; a last line cut short by a kill is removed."""
     if not out.exists():
         return set()
-    text = out.read_text(encoding="utf-8")
-    if text and not text.endswith("\n"):
-        text = text[: text.rfind("\n") + 1]
-        with open(out, "r+", encoding="utf-8") as file:
-            file.truncate(len(text.encode()))
+    whole, _, cut = out.read_bytes().rpartition(b"\n")
     try:
-        return {json.loads(line)["id"] for line in text.splitlines() if line.strip()}
+        if not (start := b'{"id": ').startswith(cut[: len(start)]):
+            raise ValueError
+        lines = whole.decode("utf-8").split("\n") if whole else []
+        done = {json.loads(line)["id"] for line in lines if line.strip()}
     except (ValueError, KeyError, TypeError):
         raise MinipsError(f"{out}: is no file of distilled rows; give another --out") from None
+    os.truncate(out, len(whole) + 1 if whole else 0)
+    return done
 
 
 def _batch(config: DistillConfig, engine: Engine, examples: Sequence[Example]) -> list[dict]:
@@ -139,11 +142,11 @@ def _with_branches(config: DistillConfig, engine: Engine, examples: Sequence[Exa
         seeds = [_seed(config, example.id, at) for example, row in zip(live, branches) for at in range(len(row))]
         params = SamplingParams(max_tokens=config.worker_tokens, temperature=config.worker_temperature)
         engine.decode(flat, [replace(params, seed=seed) for seed in seeds])
-        written = {e.id: tuple(tuple(b.output_ids) for b in row if b.output_ids) for e, row in zip(live, branches)}
+        written = iter([tuple(tuple(branch.output_ids) for branch in row if branch.output_ids) for row in branches])
     finally:
         for branch in chain(roots, *branches):
             branch.close()
-    return [replace(e, branches=written[e.id], workers=()) if e.id in written else e for e in examples]
+    return [replace(example, branches=next(written), workers=()) if example.workers else example for example in examples]
 
 
 def _row(example: Example, ids: list[int], finish_reason: str, text: str) -> dict:

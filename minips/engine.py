@@ -328,6 +328,8 @@ class Engine:
     ) -> list[Result]:
         """Answer several prompts as rows of one batch. targets: also score these as the answers (`Result.scores`)."""
         started = time.perf_counter()
+        if not isinstance(prompts, (list, tuple)):
+            raise MinipsError(f"generate_batch: prompts is {type(prompts).__name__}, expected a list of prompts")
         ids = [self.prompts.encode(prompt, "full", raw=raw, system=system) for prompt in prompts]
         return answer_batch(self, [self.empty_branch() for _ in ids], ids, params, self.model, started, targets=targets)
 

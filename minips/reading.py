@@ -22,6 +22,12 @@ def read_text(path: Path) -> str:
         raise MinipsError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
 
 
+def read_lines(path: Path) -> list[str]:
+    """The lines of a text file. Only a newline ends one: JSON may hold the other characters at which `str.splitlines` cuts."""
+    lines = read_text(path).split("\n")
+    return lines if lines[-1] else lines[:-1]
+
+
 def read_json(path: Path) -> dict:
     """Read a JSON object from `path`; a missing, unreadable or malformed file is a MinipsError that names it."""
     text = read_text(path)

@@ -141,7 +141,9 @@ class Synthesizer:
         engine.counters["reused_tokens"] += branch.num_cached - (engine.counters["copied_tokens"] - copies)
         return Context(branch, self, plan.branch_tokens, timings)
 
-    def _prompt_ids(self, context: Context, prompt: Prompt) -> list[int]:
+    def _prompt_ids(self, context: Context, prompt: Prompt, call: str = "generate") -> list[int]:
+        if not isinstance(context, Context):
+            raise MinipsError(f"{call}: context is {type(context).__name__}, expected what Synthesizer.merge returned")
         if context.owner is not self:
             raise MinipsError("this context was merged by another Synthesizer; its K/V belong to that one's mapper and weights")
         if context.closed:
@@ -186,8 +188,6 @@ class Synthesizer:
         started = time.perf_counter()
         if (context is None) == (text is None) or (context is None) != (prompt is None):
             raise MinipsError("generate: give either context= and prompt=, or text=")
-        if context is not None and not isinstance(context, Context):
-            raise MinipsError(f"generate: context is {type(context).__name__}, expected what Synthesizer.merge returned")
         if context is not None:
             return TextStream(self._answer(context, prompt, params, started), self.turns).finish()
         engine = self.engine
@@ -200,7 +200,7 @@ class Synthesizer:
     @in_turn
     def score(self, context: Context, prompt: Prompt, target: str | list[int]) -> Scores:
         """Log-probabilities of `target` as the answer to `prompt` over a merged context, which stays open."""
-        ids = self._prompt_ids(context, prompt)
+        ids = self._prompt_ids(context, prompt, "score")
         target = self.engine.prompts.output(target)
         return score_ids(self.engine, [context.branch.child()], [ids], [target], self.model, self.valid_vocab)[0]
 
@@ -214,10 +214,13 @@ class Synthesizer:
     ) -> list[Result]:
         """Ask each of several merged contexts its prompt, as rows of one batch. targets: score these as the answers too."""
         started = time.perf_counter()
+        for what, rows in (("contexts", contexts), ("prompts", prompts)):
+            if not isinstance(rows, (list, tuple)):
+                raise MinipsError(f"generate_batch: {what} is {type(rows).__name__}, expected a list")
         if len(contexts) != len(prompts):
             raise MinipsError(f"generate_batch: {len(contexts)} contexts but {len(prompts)} prompts, expected one each")
         with self.turns("generate_batch"):
-            ids = [self._prompt_ids(context, prompt) for context, prompt in zip(contexts, prompts)]
+            ids = [self._prompt_ids(context, prompt, "generate_batch") for context, prompt in zip(contexts, prompts)]
             children = [context.branch.child() for context in contexts]
         found = answer_batch(self.engine, children, ids, params, self.model, started, self.valid_vocab, targets)
         for result, context in zip(found, contexts):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from minips import MinipsError, SamplingParams, Synthesizer
+from minips import Engine, EngineConfig, MinipsError, SamplingParams, Synthesizer, answering
 from minips.errors import RoomError
 from minips.attention import AttentionRow, GatherAttention, Reweight
 
@@ -67,6 +67,13 @@ def test_contexts_in_a_batch_equal_contexts_alone():
         (lambda e: e.generate_batch(PROMPTS, targets=[[1], [], [2]]), "the target is empty"),
         (lambda e: e.generate_batch(PROMPTS, [SAMPLED]), "3 branches but 1 params"),
         (lambda e: e.generate_batch([PROMPTS[0]], targets=[[97]]), "97 is outside"),
+        (lambda e: e.generate_batch([PROMPTS[0]], targets=5), "1 prompts but int targets"),
+        (lambda e: e.generate_batch("abc"), "prompts is str, expected a list"),
+        (lambda e: e.generate_batch(None), "prompts is NoneType, expected a list"),
+        (lambda e: e.generate_batch([PROMPTS[0], [5]], [SAMPLED, SamplingParams(stop=["x"])]), "stop strings need a tokenizer"),
+        (lambda e: Synthesizer(e).generate_batch(5, [U]), "contexts is int, expected a list"),
+        (lambda e: Synthesizer(e).generate_batch([5], [U]), "context is int, expected what Synthesizer.merge returned"),
+        (lambda e: Synthesizer(e).score("c", U, [1]), "score: context is str, expected what"),
         (lambda e: Synthesizer(e).generate_batch([], [U]), "0 contexts but 1 prompts"),
     ],
 )
@@ -74,6 +81,7 @@ def test_refused_batches_leave_no_page_behind(call, message):
     engine = tiny_engine()
     with pytest.raises(MinipsError, match=message):
         call(engine)
+    assert engine.counters["prefilled_tokens"] == engine.counters["decoded_tokens"] == 0  # refused before any work
     assert engine.stats()["used_pages"] == 0 and engine.stats()["open_branches"] == 0 and engine.check()
     assert engine.generate_batch([]) == []
 
@@ -98,6 +106,47 @@ def test_batches_that_do_not_fit_at_once_are_answered_in_waves():
     used = tight.stats()["used_pages"]
     answers = synthesizer.generate_batch(contexts, [U, U], SamplingParams(max_tokens=40))
     assert [len(answer.token_ids) for answer in answers] == [40, 40] and tight.stats()["used_pages"] == used and tight.check()
+
+
+def test_targets_count_when_waves_are_chosen():
+    engine = tiny_engine(max_kv_tokens=120)
+    prompts, targets = [prompt_ids(8, at) for at in range(6)], [prompt_ids(50, at) for at in range(6)]
+    results = engine.generate_batch(prompts, SamplingParams(max_tokens=1), targets=targets)
+    alone = [engine.generate_batch([p], SamplingParams(max_tokens=1), targets=[t])[0] for p, t in zip(prompts, targets)]
+    assert all(abs(a.scores.mean_nll - b.scores.mean_nll) < 1e-5 for a, b in zip(results, alone)) and len(results) == 6
+    before = dict(engine.counters)
+    with pytest.raises(RoomError, match="needs 35 pages"):
+        engine.generate_batch([prompt_ids(8)], SamplingParams(max_tokens=1), targets=[prompt_ids(130)])
+    assert engine.counters == before and engine.check()
+
+
+def test_an_engine_closed_between_waves_is_no_empty_context(monkeypatch):
+    engine = tiny_engine(max_kv_tokens=120)
+    synthesizer = Synthesizer(engine)
+    contexts = [synthesizer.merge(branches_of(engine, [OWNS[at]], [OUTS[at]])) for at in range(2)]
+    plain, calls = answering._admit, []
+
+    def admit(*arguments):
+        calls.append(1)
+        if len(calls) == 2:
+            engine.close()
+        return plain(*arguments)
+
+    monkeypatch.setattr(answering, "_admit", admit)
+    with pytest.raises(MinipsError, match="closed"):
+        synthesizer.generate_batch(contexts, [U, U], SamplingParams(max_tokens=60))
+    assert engine.check() and engine.stats()["used_pages"] == 0
+
+
+def test_waves_make_room_for_their_own_contexts_only():
+    base = tiny_engine()
+    engine = Engine(base.model, base.config, settings=EngineConfig("cpu", "auto", "auto", 4, max_device_kv_bytes=24 * 4 * base.kv_bytes_per_token))
+    synthesizer, contexts = Synthesizer(engine), []
+    for at in range(5):
+        contexts.append(synthesizer.merge(branches_of(engine, [OWNS[0]], [prompt_ids(12, at)])))
+    params = SamplingParams(max_tokens=9)
+    alone = [synthesizer.generate(context=context, prompt=U, params=params).token_ids for context in contexts]
+    assert [result.token_ids for result in synthesizer.generate_batch(contexts, [U] * 5, params)] == alone and engine.check()
 
 
 # Reweighted attention

@@ -86,6 +86,21 @@ def test_a_compiled_layer_is_compiled_once_for_50_lengths_on_a_cpu(capsys, count
     assert said.err.count("compiling a decoder layer for") == 2 and " s\n" in said.err and not said.out
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, no_compiler])])
+@pytest.mark.parametrize("counts", [[2, 3], [4, 6, 2], [8, 1, 5]], ids=str)
+def test_sizes_that_are_equal_when_a_layer_is_compiled_need_not_stay_so(counted, counts):
+    """Rows as many as the KV heads (2), a page's tokens (4) or the heads (8 / 2): shapes that are traced, unlike with the eager backend."""
+    engine, eager = compiled_engine()
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    for rows in counts:
+        prompts = [prompt_ids(n) for n in range(1, rows + 1)]
+        found = [[row.token_ids for row in each.generate_batch(prompts, params)] for each in (engine, eager)]
+        assert found[0] == found[1]
+    for length in (5, 300, 700):
+        assert engine.generate(prompt_ids(length), params).token_ids == eager.generate(prompt_ids(length), params).token_ids
+    assert counted["stats"]["unique_graphs"] == 2 and engine.stats()["eager_steps"] == 0
+
+
 @BACKENDS
 def test_in_graphs_a_layer_is_compiled_once_a_bucket(monkeypatch, counted):
     monkeypatch.setattr(cuda_graph, "NARROWEST", 16)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ..errors import MinipsError, brief
-from ..reading import is_integer
+from ..reading import is_integer, read_lines
 from ..training.encoding import Example
 from . import context, sources
 from .entry import MOST_BRANCHES, DataSet
@@ -37,6 +37,8 @@ def load_mixture(
     for at, entry in enumerate(entries):
         _check(entry, f"data, entry {at}")
     folder = Path(folder) if folder is not None else None
+    if folder is not None and not folder.is_dir():  # or the questions that must not be trained on would be missed in silence
+        raise MinipsError(f"{folder}: is no folder, expected the data folder")
     questions = EvaluationQuestions.from_folder(folder)
     examples: list[Example] = []
     for entry in entries:
@@ -64,7 +66,7 @@ def _check(entry: object, where: str) -> None:
     if not isinstance(entry, dict) or not set(entry) <= set(FIELDS) or ("name" in entry) == ("file" in entry):
         raise MinipsError(f"{where}: is {brief(entry)}, expected an object with name or file, and perhaps rows and branches")
     name = entry.get("name")
-    if "name" in entry and name not in DATA_SETS:
+    if "name" in entry and not (isinstance(name, str) and name in DATA_SETS):
         near = difflib.get_close_matches(str(name), DATA_SETS, n=1)
         raise MinipsError(f"{where}: name is {brief(name)}, expected one of {', '.join(near or DATA_SETS)}")
     if "file" in entry and not isinstance(entry["file"], str):
@@ -85,11 +87,7 @@ def _build(entry: dict, folder: Path | None, seed: int, base: Path) -> Iterator[
 
 def read_examples(path: Path) -> Iterator[Example]:
     """Examples of a JSONL file, one object a line: id, prefix, branches, prompt, target; branches and target are texts or lists of token ids."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise MinipsError(f"{path}: not readable ({error})") from None
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_lines(path), 1):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
