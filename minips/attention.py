@@ -19,6 +19,7 @@ from .kv_storage import Store, as_run, mixed_as, read, read_mixed, write
 SHARED_FROM = 64  # slots that rows must have in common to be read once for all
 APART_FROM = 256  # new tokens of a row from which its past is attended apart, on a CPU
 BLOCKS_FROM, BLOCKS_TO, BLOCKS_PAST = 16, 512, 1024  # new tokens, and cached ones, of rows that are attended in blocks (measured on Zen 4)
+FAR = 8  # above the estimate of a largest score: up to there bf16 is exact to 0.016, and few blocks of a real model have more
 BLOCK = 192  # queries at a time, so that their scores stay in a core's cache
 
 
@@ -150,7 +151,8 @@ def _in_blocks(q: Tensor, keys: Tensor, values: Tensor, own: Tensor) -> Tensor:
     """q [n, heads, head_dim] over keys, values [kv_heads, past + n, head_dim]; own [heads a KV head * n, n]: what is added to the last n scores.
 
     Products of bf16 give bf16, which is too coarse for scores of 20. So an estimate of each query's largest score is taken off within the product,
-    in fp32, and the scores that count come out near 0. Softmax does not care what it is; of 1 key in 16 it is close enough.
+    in fp32, and the scores that count come out near 0. Softmax does not care what it is; of 1 key in 16 it is mostly close enough, and
+    where it is not, the scores are computed again.
     """
     scale, kv_heads = q.shape[-1] ** -0.5, len(keys)
     grouped = q.transpose(0, 1).reshape(kv_heads, -1, q.shape[-1])
@@ -161,10 +163,18 @@ def _in_blocks(q: Tensor, keys: Tensor, values: Tensor, own: Tensor) -> Tensor:
         turned = keys[head].T
         for first in range(0, grouped.shape[1], BLOCK):
             part = slice(first, first + BLOCK)
-            scores = torch.addmm(largest[head, part].expand(-1, keys.shape[1]), grouped[head, part], turned, alpha=scale)
-            scores[:, -len(q) :] += own[part]
+            scores = _scores(grouped[head, part], turned, largest[head, part], scale, own[part])
+            if (above := scores.amax(-1, keepdim=True)).max() > FAR:
+                scores = _scores(grouped[head, part], turned, largest[head, part] - above, scale, own[part])
             torch.mm(torch.softmax(scores, -1), values[head], out=out[head, part])
     return out.view(q.shape[1], *q.shape[::2]).transpose(0, 1)
+
+
+def _scores(q: Tensor, turned: Tensor, shift: Tensor, scale: float, own: Tensor) -> Tensor:
+    """q [n, head_dim] times keys [head_dim, length], scaled and shifted by shift [n, 1], with `own` added to the last ones."""
+    scores = torch.addmm(shift.expand(-1, turned.shape[1]), q, turned, alpha=scale)
+    scores[:, -own.shape[1] :] += own
+    return scores
 
 
 def _behind_past(q: Tensor, keys: Tensor, values: Tensor, past: int) -> Tensor:

@@ -145,8 +145,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     if args.threads is not None:
-        if args.threads < 1:
-            raise MinipsError(f"--threads is {args.threads}, expected at least 1")
+        if not 1 <= args.threads <= 1024:
+            raise MinipsError(f"--threads is {args.threads}, expected 1 to 1024")
         torch.set_num_threads(args.threads)
     recipe, folder = Recipe.from_file(args.config), Path(args.out or f"{DEFAULT_OUT}/{Path(args.config).stem}")
     progress = Progress(args.quiet)

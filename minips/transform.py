@@ -188,7 +188,7 @@ class _Piece(NamedTuple):
 def _accumulate(statistics: Tensor, x: Tensor, seen: int) -> int:
     """Update mean and variance [2, kv_heads, head_dim] of `seen` tokens by more, x [n, kv_heads, head_dim] (Chan et al.); returns n."""
     count, first = len(x), x[0].clone()
-    x = (x - first).flatten(1)  # sums of what is left lose no digits, and products are many times faster than var_mean on a CPU
+    x = (x - first).flatten(1)  # sums of what is left lose few digits, and products are many times faster than var_mean on a CPU
     one = x.new_full((1, count), 1 / count)
     mean = (one @ x)[0]
     variance = (one @ x.mul_(x))[0].sub_(mean.square()).clamp_min_(0).view_as(first)

@@ -75,6 +75,28 @@ def test_bf16_rows_behind_many_tokens_are_attended_in_blocks(monkeypatch, heads,
     assert ours < max(3 * theirs, 0.006)
 
 
+@pytest.mark.parametrize("size", [12, 45, 87])
+def test_few_keys_far_above_the_others_lose_no_digits_in_blocks(size):
+    """Scores of `size` that the estimate of the largest one does not see: bf16 products alone would be off by up to 0.25 there."""
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("no bf16 products on this CPU")
+    generator = torch.Generator().manual_seed(0)
+    q, keys, values = (torch.randn(shape, generator=generator) for shape in ((40, 6, 32), (2, 240, 32), (2, 240, 32)))
+    direction = torch.randn(32, generator=generator)
+    direction /= direction.norm()
+    q += direction * (size * 32**0.5) ** 0.5
+    keys[:, [7, 33, 34, 101, 102, 103]] = keys[:, :6] / 4 + direction * (size * 32**0.5) ** 0.5  # none of them is in the estimate
+    q, keys, values = q.bfloat16(), keys.bfloat16(), values.bfloat16()
+    seen = torch.ones(40, 40, dtype=torch.bool).tril()
+    own = torch.zeros(40, 40, dtype=torch.bfloat16).masked_fill_(~seen, -torch.inf).repeat(3, 1)
+    out = attention._in_blocks(q, keys, values, own)
+    grouped = q.double().transpose(0, 1).reshape(2, -1, 32)
+    scores = grouped @ keys.double().transpose(1, 2) * 32**-0.5
+    scores[:, :, -40:] += own.double()
+    expected = (scores.softmax(-1) @ values.double()).view(6, 40, 32).transpose(0, 1)
+    assert (out.double() - expected).norm() / expected.norm() < 0.015
+
+
 def test_causal_mask_is_lower_right():  # FAULTS 54
     row = AttentionRow(torch.arange(5), 3, 2)
     assert causal_mask(row).int().tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]

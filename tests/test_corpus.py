@@ -158,7 +158,7 @@ def test_a_mixture_leaves_leaks_out_and_counts_them(data):
         ({"name": "p3", "rows": 0}, "rows is 0"),
         ({"name": "p3", "branches": [0, 9]}, "branches is [0, 9], expected [least, most] within 1 and 8"),
         ({"name": "p3", "file": "x"}, "name or file"),
-        ({"file": "missing.jsonl"}, "missing.jsonl: not readable"),
+        ({"file": "missing.jsonl"}, "missing.jsonl: no such file"),
         ({"name": "strategyqa", "rows": 999}, "strategyqa: has "),
         ({"name": "wildchat"}, "has no wildchat/train.jsonl"),
     ],

@@ -158,6 +158,11 @@ def test_rows_that_do_not_fit_are_skipped_and_counted(tmp_path):
     trainer = Trainer(TrainConfig(**{**QUICK, "most_tokens": 200}), engine, [*EXAMPLES, long], tmp_path / "run")
     trainer.train()
     assert sum(entry.get("skipped", 0) for entry in read_log(tmp_path / "run/log.jsonl")) >= 1 and engine.check()
+    longer = Example("longer", "p", ("x" * 30, "y" * 5000), "u", "z")  # than the model's positions
+    opened, items, skipped = encode(engine, [EXAMPLES[0], longer, EXAMPLES[1]], TrainConfig(**QUICK))
+    assert skipped == ["longer"] and len(items) == 2
+    for branch in opened:
+        branch.close()
     with pytest.raises(MinipsError, match="no row of step 1 fits: long, long"):
         Trainer(TrainConfig(**{**QUICK, "most_tokens": 200}), engine, [long], tmp_path / "none").train()
 
@@ -223,8 +228,36 @@ def test_distilled_targets_are_the_text_methods_own_ids(tmp_path, rows):
     cut = out.read_text()[:-20]  # killed while writing the last line
     out.write_text(cut)
     distill(config, out, base=tmp_path, engine=engine)
-    assert sorted(out.read_text().splitlines()) == sorted(json.dumps(line, ensure_ascii=False) for line in lines)
+    assert sorted(out.read_text().splitlines()) == sorted(json.dumps(line) for line in lines)
     assert engine.check() and engine.stats()["used_pages"] == 0
+
+
+def test_rows_hold_every_character_and_survive_a_cut_anywhere(tmp_path, rows):
+    """Line separators of Unicode and halves of surrogates are part of a text; a kill may leave half a character."""
+    engine, out = text_engine(), tmp_path / "out.jsonl"
+    strange = [{"id": f"s{at}", "prefix": f"a\u2028b{char}", "branches": ["c\u0085", "d"], "prompt": "e\u2029", "target": "f"} for at, char in enumerate("xyz")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in strange), encoding="utf-8")
+    config = DistillConfig(data=({"file": "rows.jsonl"},), max_tokens=8, batch=2)
+    distill(config, out, base=tmp_path, engine=engine)
+    whole = out.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    assert [json.loads(line)["id"] for line in lines] and len(lines) == 3
+    for cut in (lines[0] + lines[1][:9], lines[0] + b'{"id": "\xe2\x80', lines[0][:3], b""):
+        out.write_bytes(cut)
+        distill(config, out, base=tmp_path, engine=engine)
+        assert sorted(out.read_bytes().splitlines()) == sorted(whole.splitlines())
+    for other in (b"my notes", b"\xff\xfe\n", b"{}\n"):
+        out.write_bytes(other)
+        with pytest.raises(MinipsError, match="is no file of distilled rows"):
+            distill(config, out, base=tmp_path, engine=engine)
+        assert out.read_bytes() == other
+    for entry, said in (({"name": []}, "name is"), ({"name": {}}, "name is"), ({"file": "a\0b"}, "no file")):
+        with pytest.raises(MinipsError, match=said):
+            distill(DistillConfig(data=(entry,)), out, base=tmp_path, engine=engine)
+    with pytest.raises(MinipsError, match="is no folder, expected the data folder"):
+        distill(config, tmp_path / "x.jsonl", data=tmp_path / "nope", base=tmp_path, engine=engine)
+    with pytest.raises(MinipsError, match="is no file name"):
+        distill(config, "a\0b", base=tmp_path, engine=engine)
 
 
 def test_running_mean():

@@ -177,6 +177,8 @@ def test_every_row_is_seen_once_an_epoch():
         ({"clip": -1}, "clip is -1"),
         ({"schedule": "sudden"}, "schedule is 'sudden'"),
         ({"targets": ["x"]}, "targets is"),
+        ({"targets": [["q_proj"]]}, "targets is"),
+        ({"rank": 10**12}, "rank is 1000000000000, expected at most 4096"),
         ({"mapper": {"kind": "magic"}}, "kind is 'magic'"),
         ({"mapper": {"size": 3}}, "mapper is"),
         ({"options": {"layout": "round"}}, "layout is 'round'"),

@@ -93,20 +93,26 @@ def items_of(engine):
     return [Item(branches, U, prompt_ids(5, 80)), Item(branches[:2], prompt_ids(3, 81), prompt_ids(9, 82)), Item(branches[1:], U, [4])]
 
 
-@pytest.mark.parametrize("kind", ["none", "affine", "linear", "low_rank"])
+@pytest.mark.parametrize("kind", ["none", "affine", "linear", "low_rank", "normalize"])
 @pytest.mark.parametrize("options", [{}, {"keep_prefix": False}, {"layout": "sequential"}])
 def test_the_loss_is_what_the_engine_scores(kind, options):
-    """A fresh mapper is the identity and LoRA adds nothing: the loss equals the synthesizer's own NLL of the target."""
+    """A fresh mapper is the identity (but for kind normalize) and LoRA adds nothing: the loss is the synthesizer's own NLL of the target."""
     from minips import Synthesizer
 
     engine = tiny_engine()
     options = MergeOptions(**options, **({"anchor": "fork"} if options.get("keep_prefix") is False else {}))
-    network, item = Network(engine, MapperConfig(kind), rank=4), items_of(engine)[0]
-    loss, count = batch_loss(network, [item], options)
+    network, items = Network(engine, MapperConfig(kind), rank=4), items_of(engine)
     synthesizer = Synthesizer(engine, options=options)
-    with synthesizer.merge(item.branches, consume=False) as context:
-        scores = synthesizer.score(context, item.prompt, item.target)
-    assert count == len(item.target) and loss.item() == pytest.approx(scores.mean_nll, rel=1e-4)
+    synthesizer.mapper = network.mapper if kind == "normalize" else None
+    total = 0.0
+    for item in items:
+        with synthesizer.merge(item.branches, consume=False) as context:
+            scores = synthesizer.score(context, item.prompt, item.target)
+        loss, count = batch_loss(network, [item], options)
+        assert count == len(item.target) and loss.item() == pytest.approx(scores.mean_nll, rel=1e-4)
+        total += scores.mean_nll * count
+    loss, count = batch_loss(network, items, options)
+    assert loss.item() == pytest.approx(total / count, rel=1e-4)
 
 
 def test_a_batch_is_the_mean_over_its_target_tokens():  # FAULTS 92, 93

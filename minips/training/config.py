@@ -17,6 +17,9 @@ WEIGHTINGS = ("example", "token")
 METHODS = ("parallel", "text", "text_turn")
 
 
+MOST_RANK = 4096
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """One run. Learning rates are AdamW's peak values; steps are optimizer steps of batch * accumulation examples each.
@@ -72,6 +75,7 @@ class TrainConfig:
         }
         for name, least in whole.items():
             self._require(name, lambda value, least=least: is_integer(value) and value >= least, f"an integer of at least {least}")
+        self._require("rank", lambda value: value <= MOST_RANK, f"at most {MOST_RANK}")
         for name in ("mapper_lr", "lora_lr", "weight_decay", "clip", "alpha"):
             self._require(
                 name,
@@ -80,7 +84,7 @@ class TrainConfig:
             )
         self._require("weighting", lambda value: value in WEIGHTINGS, f"one of {', '.join(WEIGHTINGS)}")
         self._require("schedule", lambda value: value in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
-        self._require("targets", lambda value: bool(value) and set(value) <= set(TARGETS), f"some of {', '.join(TARGETS)}")
+        self._require("targets", lambda value: bool(value) and all(name in TARGETS for name in value), f"some of {', '.join(TARGETS)}")
         self._require("layer_checkpoints", lambda value: isinstance(value, bool), "true or false")
         self._require("start", lambda value: isinstance(value, str), "an adapter's name or folder")
         self._require("model", lambda value: isinstance(value, str) and bool(value), "a name, folder or hub id")

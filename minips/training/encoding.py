@@ -41,7 +41,16 @@ def encode(engine: Engine, examples: Sequence[Example], config: TrainConfig, ste
     step: with the config's seed it seeds the live workers.
     """
     opened: list[Branch] = []
-    items, skipped = [], []
+    items, skipped, readable = [], [], []
+    for example in examples:
+        if config.method == "parallel" or example.workers:
+            try:
+                _check_length(engine, example)
+            except RoomError:
+                skipped.append(example.id)
+                continue
+        readable.append(example)
+    examples = readable
     try:
         needed = [example for example in examples if config.method == "parallel" or example.workers]
         roots = engine.prefill_batch([example.prefix for example in needed])
@@ -81,6 +90,13 @@ def encode(engine: Engine, examples: Sequence[Example], config: TrainConfig, ste
             branch.close()
         raise
     return opened, items, skipped
+
+
+def _check_length(engine: Engine, example: Example) -> None:
+    """RoomError where one of the branches does not fit the model's positions."""
+    prefix = len(engine.prompts.encode(example.prefix, "prefix"))
+    for text in example.workers or example.branches:
+        engine.check_positions(prefix, len(engine.prompts.output(ids_of(text))), "a branch")
 
 
 def ids_of(words: Words) -> str | list[int]:

@@ -20,9 +20,9 @@ from ..engine import Engine
 from ..errors import MinipsError, RoomError
 from ..kv_cache import Branch, KVPool
 from ..kv_storage import read
-from ..mapper import CacheMapper, joined
+from ..mapper import CacheMapper, Coefficients, joined
 from ..merge import Plan, plan_merge
-from ..rope import Rope
+from ..rope import Rope, apply_rope
 from ..transform import KeyMove
 from .network import Network
 
@@ -60,15 +60,28 @@ class MergedCaches:
         self.lengths = list(map(sum, zip(self.prefix_lengths, self.kept_lengths)))
         self.slots, positions, deltas, self.whose = map(torch.cat, zip(*tokens)) if tokens else (none,) * 4
         self.coefficients = joined(coefficients)
+        self.normalized = [plan.branch_tokens for plan in plans if plan is not None] if _normalizes(mapper) else []
         self.move = KeyMove(rope, positions, deltas, self._keys if mapper is not None else None, mapper is not None and mapper.bare)
 
     def _keys(self, layer: int, keys: Tensor) -> Tensor:
         return self.mapper.map("key", layer, keys, self.coefficients, self.whose)
 
+    def _statistics(self, keys: Tensor, values: Tensor) -> Coefficients:
+        """Of one layer, as `Transform` has them of all: each item's branches are brought to the mean over them. keys: without rotation."""
+        found = []
+        for branches in zip(*(x.split(list(map(sum, self.normalized))) for x in (keys, values))):
+            counts = self.normalized[len(found)]
+            both = [[torch.stack((part.mean(0), part.var(0, correction=0))) for part in x.split(counts)] for x in branches]
+            keys_and_values = (torch.stack(parts, 1)[:, :, None] for parts in both)  # [2, branches, 1, kv_heads, head_dim]
+            found.append(self.mapper.from_statistics(*keys_and_values, counts))
+        return joined(found)
+
     def read(self, layer: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
         """K and V [length, kv_heads, head_dim] of every item."""
         keys, values = self.pool.keys[layer], self.pool.values[layer]
         moved, mapped = (read(store, self.slots, torch.float32) for store in (keys, values))
+        if self.normalized:
+            self.coefficients, layer = self._statistics(apply_rope(moved, *self.move.turn), mapped), 0
         moved = self.move(layer, moved)
         if self.mapper is not None:
             mapped = self.mapper.map("value", layer, mapped, self.coefficients, self.whose)
@@ -126,6 +139,10 @@ def check_room(engine: Engine, item: Item, options: MergeOptions, most: int) -> 
     tokens = fed + sum(branch.num_tokens for branch in item.branches)
     if tokens > most:
         raise RoomError(f"training: a row has {tokens} tokens, most_tokens is {most}")
+
+
+def _normalizes(mapper: CacheMapper | None) -> bool:
+    return mapper is not None and mapper.config.kind == "normalize"
 
 
 def _forward(model, ids: Tensor, positions: Tensor, attend: _Attend, layer_checkpoints: bool) -> Tensor:
