@@ -1,7 +1,7 @@
 """Work on adapters: `python -m minips.adapters merge A B`, `convert DIR`, `info DIR`.
 
 merge is the release's weighted average: key by key in fp32, lora_A with lora_A and lora_B with lora_B, so the product is not
-the average of the two updates. The mapper is taken whole from one side, never averaged. The result has A's form.
+the average of the two updates. The mapper is taken whole from one side, as in the release, or averaged too. The result has A's form.
 
 Exit status: 0 done, 1 refused or failed (one line on stderr), 2 bad usage, 130 Ctrl-C.
 """
@@ -40,7 +40,7 @@ from .weights import (
 )
 
 MISSING = ("error", "copy", "zero")
-SIDES = ("a", "b", "none")
+SIDES = ("a", "b", "average", "none")
 _SAME_LORA = (
     "peft_type", "r", "lora_alpha", "target_modules", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out",
     "bias", "task_type", "modules_to_save",
@@ -101,7 +101,9 @@ def merge_adapters(
             raise MinipsError(f"{name} is {value!r}, expected one of {', '.join(known)}")
     one, two = read_stored(a), read_stored(b)
     _check_agreement(one, two, missing)
-    source = {"a": one, "b": two, "none": None}[mapper]
+    source = {"a": one, "b": two, "average": one, "none": None}[mapper]
+    if mapper == "average" and (one.form != "minips" or two.form != "minips" or one.mapper is None or one.mapper != two.mapper):
+        raise MinipsError(f"{two.name}: its mapper cannot be averaged with that of {one.name}; expected two of minips' form, kind and shape")
     if one.form == "peft" and source is not None and source.mapper is not None:
         raise MinipsError(f"{one.name}: a bare PEFT folder has no place for the mapper of {source.name}; use --mapper none")
     if one.form == "released" and source is not None:
@@ -119,6 +121,8 @@ def merge_adapters(
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         files.write_json(folder / "adapter_config.json", settings)
         _put_mapper(source, one.form, place)
+        if mapper == "average":
+            _average_mappers(one, two, weight, place / "mapper.safetensors")
         if one.form == "released":
             files.write_json(place / files.TRAINING_RECORDS[1], record)
         elif one.form == "minips":
@@ -228,6 +232,14 @@ def _put_mapper(source: Stored | None, form: str, place: Path) -> None:
         tensors = files.read_safetensors(source.place / "mapper.safetensors")
     files.fill_mapper(mapper, tensors, source.place)
     (files.write_mapper if form == "minips" else files.write_released_mapper)(mapper, place)
+
+
+def _average_mappers(one: Stored, two: Stored, weight: float, out: Path) -> None:
+    first, second = (files.read_safetensors(side.place / "mapper.safetensors") for side in (one, two))
+    for name in first.keys() | second.keys():
+        if name not in first or name not in second or first[name].shape != second[name].shape:
+            raise MinipsError(f"{two.name}: mapper.safetensors does not agree with that of {one.name} on {name}")
+    save_file({name: torch.lerp(second[name].float(), first[name].float(), weight) for name in first}, out)
 
 
 # convert
@@ -349,7 +361,7 @@ def build_parser() -> argparse.ArgumentParser:
     merge.add_argument("b", metavar="B")
     merge.add_argument("--weight", type=float, default=0.5, metavar="W", help="of A; B has 1 - W (default: %(default)s)")
     merge.add_argument("--out", required=True, metavar="DIR", help="folder to make; must not exist")
-    merge.add_argument("--mapper", choices=SIDES, default="b", help="whose mapper is taken, unchanged (default: %(default)s)")
+    merge.add_argument("--mapper", choices=SIDES, default="b", help="whose mapper is taken, unchanged, or average (default: %(default)s)")
     merge.add_argument("--missing", choices=MISSING, default="error", help="for tensors that one side lacks (default: %(default)s)")
     convert = commands.add_parser("convert", help="between our form and the authors' released one")
     convert.add_argument("dir", metavar="DIR", help="folder, name or hub id")

@@ -45,6 +45,8 @@ def test_merge_weights_mapper_and_missing(tmp_path, model):
     all_of_a = load(merge_adapters(a, b, tmp_path / "y", weight=1, mapper="none"), model)
     all_of_a.info = {}
     assert same_adapter(load(a, model, parts="lora_only"), all_of_a) and not (tmp_path / "y" / "cache_mapper_config.json").exists()
+    with pytest.raises(MinipsError, match="cannot be averaged"):
+        merge_adapters(a, b, tmp_path / "z", mapper="average")
     lacking = tmp_path / "lacking"
     shutil.copytree(b, lacking)
     key = "base_model.model.model.layers.1.self_attn.k_proj.lora_"
@@ -68,6 +70,9 @@ def test_merge_of_our_form_and_across_forms(tmp_path, model):
         assert torch.equal(a, 0.75 * one.lora.pairs[name][0] + 0.25 * two.lora.pairs[name][0])
         assert torch.equal(b, 0.75 * one.lora.pairs[name][1] + 0.25 * two.lora.pairs[name][1])
     assert torch.equal(found.mapper.key_a, two.mapper.key_a) and found.options == one.options
+    both = load(merge_adapters(tmp_path / "one", tmp_path / "two", tmp_path / "v", weight=0.75, mapper="average"), model)
+    torch.testing.assert_close(both.mapper.key_a, one.mapper.key_a + 0.25)
+    assert torch.equal(both.mapper.value_b, one.mapper.value_b) and both.mapper.config == one.mapper.config
     assert found.info["training"]["merged"]["training"] == [{"steps": 3, "loss": 1.5}] * 2
     ours, theirs = COMPONENTS / "qwen3-a", COMPONENTS / "qwen3-b"
     save(load(ours, model), tmp_path / "ours")
