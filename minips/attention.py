@@ -8,7 +8,9 @@ Only filled slots are ever read, so junk in recycled pages cannot matter.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +21,8 @@ from .kv_storage import Store, as_run, mixed_as, read, read_mixed, write
 SHARED_FROM = 64  # slots that rows must have in common to be read once for all
 APART_FROM = 256  # new tokens of a row from which its past is attended apart, on a CPU
 BLOCKS_FROM, BLOCKS_TO, BLOCKS_PAST = 16, 512, 1024  # new tokens, and cached ones, of rows that are attended in blocks (measured on Zen 4)
-FAR = 8  # above the estimate of a largest score: up to there bf16 is exact to 0.016, and few blocks of a real model have more
-BLOCK = 192  # queries at a time, so that their scores stay in a core's cache
+SUM_FAR = math.exp(8)  # a score of 8 above the estimate of the largest: up to there bf16 is exact to 0.016, and few blocks of a real model have more
+BLOCK = 384  # queries at a time
 
 
 @dataclass(frozen=True)
@@ -151,30 +153,36 @@ def _in_blocks(q: Tensor, keys: Tensor, values: Tensor, own: Tensor) -> Tensor:
     """q [n, heads, head_dim] over keys, values [kv_heads, past + n, head_dim]; own [heads a KV head * n, n]: what is added to the last n scores.
 
     Products of bf16 give bf16, which is too coarse for scores of 20. So an estimate of each query's largest score is taken off within the product,
-    in fp32, and the scores that count come out near 0. Softmax does not care what it is; of 1 key in 16 it is mostly close enough, and
-    where it is not, the scores are computed again.
+    as one more channel whose keys are 1, and the scores that count come out near 0: their exponentials need no further maximum. What is taken
+    off does not matter; of 1 key in 16 it is mostly close enough, and where it is not, the scores are computed again.
     """
-    scale, kv_heads = q.shape[-1] ** -0.5, len(keys)
-    grouped = q.transpose(0, 1).reshape(kv_heads, -1, q.shape[-1])
-    some = torch.cat((keys[:, :4], keys[:, 4::16]), 1)  # the first ones: attention sinks
-    largest = torch.bmm(grouped, some.transpose(1, 2)).amax(-1, keepdim=True) * -scale
-    out = torch.empty_like(grouped)
+    scale, (kv_heads, length, dim) = q.shape[-1] ** -0.5, keys.shape
+    grouped = q.transpose(0, 1).reshape(kv_heads, -1, dim)
+    past = length - own.shape[1]  # an estimate from keys that a query must not see could lie far above its scores
+    some = torch.cat((keys[:, :4], keys[:, 4:past:16]), 1)  # the first ones: attention sinks
+    largest = torch.bmm(some, grouped.transpose(1, 2)).amax(1)[..., None]
+    grouped = torch.cat((grouped, largest.neg_()), -1)
+    turned = torch.cat((keys, keys.new_ones(1, 1, 1).expand(kv_heads, length, 1)), -1).transpose(1, 2)
+    out, sums = q.new_empty(*grouped.shape[:2], dim), q.new_empty(*grouped.shape[:2], 1, dtype=torch.float32)
+    room = q.new_empty(min(BLOCK, grouped.shape[1]), length)
     for head in range(kv_heads):
-        turned = keys[head].T
         for first in range(0, grouped.shape[1], BLOCK):
             part = slice(first, first + BLOCK)
-            scores = _scores(grouped[head, part], turned, largest[head, part], scale, own[part])
-            if (above := scores.amax(-1, keepdim=True)).max() > FAR:
-                scores = _scores(grouped[head, part], turned, largest[head, part] - above, scale, own[part])
-            torch.mm(torch.softmax(scores, -1), values[head], out=out[head, part])
-    return out.view(q.shape[1], *q.shape[::2]).transpose(0, 1)
+            total, weights = sums[head, part], room[: grouped.shape[1] - first]
+            product = partial(torch.addmm, weights, grouped[head, part], turned[head], beta=0, alpha=scale, out=weights)
+            _exponentials(product(), own[part], total)
+            if not float(total.max()) <= SUM_FAR and not float(weights.max()) <= SUM_FAR:
+                product()[:, -own.shape[1] :] += own[part]
+                grouped[head, part, -1:] -= weights.amax(-1, keepdim=True) / scale
+                _exponentials(product(), own[part], total)
+            torch.mm(weights, values[head], out=out[head, part])
+    return out.div_(sums).view(q.shape[1], -1, dim).transpose(0, 1)
 
 
-def _scores(q: Tensor, turned: Tensor, shift: Tensor, scale: float, own: Tensor) -> Tensor:
-    """q [n, head_dim] times keys [head_dim, length], scaled and shifted by shift [n, 1], with `own` added to the last ones."""
-    scores = torch.addmm(shift.expand(-1, turned.shape[1]), q, turned, alpha=scale)
+def _exponentials(scores: Tensor, own: Tensor, total: Tensor) -> None:
+    """Add `own` to the last of the scores [n, length] and take their exponentials, in place; their sums go to total fp32 [n, 1]."""
     scores[:, -own.shape[1] :] += own
-    return scores
+    torch.sum(scores.exp_(), -1, keepdim=True, dtype=torch.float32, out=total)
 
 
 def _behind_past(q: Tensor, keys: Tensor, values: Tensor, past: int) -> Tensor:

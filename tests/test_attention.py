@@ -75,9 +75,13 @@ def test_bf16_rows_behind_many_tokens_are_attended_in_blocks(monkeypatch, heads,
     assert ours < max(3 * theirs, 0.006)
 
 
-@pytest.mark.parametrize("size", [12, 45, 87])
-def test_few_keys_far_above_the_others_lose_no_digits_in_blocks(size):
-    """Scores of `size` that the estimate of the largest one does not see: bf16 products alone would be off by up to 0.25 there."""
+@pytest.mark.parametrize("size", [12, 45, 87, 300])
+@pytest.mark.parametrize("where", ["past", "own"])
+def test_few_keys_far_above_the_others_lose_no_digits_in_blocks(size, where):
+    """Scores of `size` that the estimate of the largest one does not see: bf16 products alone would be off by up to 0.25 there.
+
+    own: half of the queries must not see those keys, and their scores are small.
+    """
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("no bf16 products on this CPU")
     generator = torch.Generator().manual_seed(0)
@@ -85,7 +89,8 @@ def test_few_keys_far_above_the_others_lose_no_digits_in_blocks(size):
     direction = torch.randn(32, generator=generator)
     direction /= direction.norm()
     q += direction * (size * 32**0.5) ** 0.5
-    keys[:, [7, 33, 34, 101, 102, 103]] = keys[:, :6] / 4 + direction * (size * 32**0.5) ** 0.5  # none of them is in the estimate
+    strong = {"past": [7, 33, 34, 101, 102, 103], "own": [220, 221, 222]}[where]  # none of them is in the estimate
+    keys[:, strong] = keys[:, : len(strong)] / 4 + direction * (size * 32**0.5) ** 0.5
     q, keys, values = q.bfloat16(), keys.bfloat16(), values.bfloat16()
     seen = torch.ones(40, 40, dtype=torch.bool).tril()
     own = torch.zeros(40, 40, dtype=torch.bfloat16).masked_fill_(~seen, -torch.inf).repeat(3, 1)
