@@ -2,7 +2,8 @@
 
 Kinds: affine (four scalars a branch and layer from a tiny MLP, as the authors released it), low_rank (x + x A B^T), linear
 (x W + b), normalize (no training: each branch's mean and variance are brought to the mean over branches), none.
-Keys are mapped as they stand (`rotated`), or with their rotation taken off for the map (`unrotated`). All of it in fp32.
+Keys are mapped as they stand (`rotated`), or with their rotation taken off for the map (`unrotated`). All of it in fp32, but for what
+`value_increments` says.
 """
 
 from __future__ import annotations
@@ -143,21 +144,45 @@ class CacheMapper(nn.Module):
             return tuple(bool((weight == unit).all() and not bias.any()) for weight, bias in pairs)
         return True, True
 
-    def map(self, part: str, layer: int, x: Tensor, coefficients: Coefficients | None, branch: int | Tensor) -> Tensor:
-        """Map keys or values (`part` key or value) x fp32 [n, kv_heads, head_dim]; branch: whose token each row is (int [n]), or all are."""
+    def map(self, part: str, layers: int | slice, x: Tensor, coefficients: Coefficients | None, branch: int | Tensor) -> Tensor:
+        """Map keys or values (`part` key or value) x fp32 [n, kv_heads, head_dim] of a layer, or [layers, n, ...] of a slice of them.
+
+        branch: whose token each of the n is (int [n]), or all are.
+        """
+        if not isinstance(layers, slice):
+            return self.map(part, slice(layers, layers + 1), x[None], coefficients, branch)[0]
         if coefficients is not None:
-            scale, shift = getattr(coefficients, f"{part}_scale"), getattr(coefficients, f"{part}_shift")
-            return torch.addcmul(shift[branch, layer], x, scale[branch, layer])
+            scale, shift = (getattr(coefficients, f"{part}_{name}")[branch][..., layers, :, :] for name in ("scale", "shift"))
+            if isinstance(branch, int):
+                scale, shift = scale[:, None], shift[:, None]
+            else:
+                scale, shift = scale.transpose(0, 1), shift.transpose(0, 1)
+            return torch.addcmul(shift, x, scale)
         if self.config.kind in ("none", "normalize"):
             return x
-        heads = x.transpose(0, 1) if self.config.per_head else x.reshape(1, -1, self.head_dim)  # one map a head, or one for all rows
-        mapped = self._mapped(part, layer, heads)
-        return mapped.transpose(0, 1) if self.config.per_head else mapped.view(x.shape)
+        if self.config.per_head:  # one map a head, or one for all rows
+            heads = x.transpose(1, 2)
+            return self._mapped(part, layers, heads.flatten(0, 1)).view(heads.shape).transpose(1, 2)
+        return self._mapped(part, layers, x.flatten(1, 2)).view(x.shape)
 
-    def _mapped(self, part: str, layer: int, heads: Tensor) -> Tensor:
-        """heads fp32 [maps, rows, head_dim]."""
+    def _mapped(self, part: str, layers: slice, rows: Tensor) -> Tensor:
+        """rows fp32 [layers * maps a layer, rows of a map, head_dim]."""
+        names = ("a", "b") if self.config.kind == "low_rank" else ("weight", "bias")
+        first, second = (getattr(self, f"{part}_{name}")[layers].flatten(0, 1).float() for name in names)
         if self.config.kind == "low_rank":
-            a, b = getattr(self, f"{part}_a")[layer].float(), getattr(self, f"{part}_b")[layer].float()
-            return torch.baddbmm(heads, heads @ a, b.transpose(1, 2))
-        weight, bias = getattr(self, f"{part}_weight")[layer].float(), getattr(self, f"{part}_bias")[layer].float()
-        return torch.baddbmm(bias[:, None], heads, weight)
+            return torch.baddbmm(rows, rows @ first, second.transpose(1, 2))
+        return torch.baddbmm(second[:, None], rows, first)
+
+    def value_increments(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        """W - I [layers, head_dim, head_dim] and b [layers, head_dim]: v (W - I) + b is what a map adds to values, where one map is for all heads.
+
+        In bf16 that is faster than a map in fp32: v is bf16 already, and what the increment is rounded by is small beside what v' is.
+        """
+        if self.config.per_head or self.config.kind not in ("low_rank", "linear"):
+            return None
+        with torch.no_grad():
+            if self.config.kind == "low_rank":
+                weight = (self.value_a.float() @ self.value_b.float().transpose(2, 3))[:, 0]
+                return weight.to(dtype), weight.new_zeros(weight.shape[:2], dtype=dtype)
+            unit = torch.eye(self.head_dim, device=self.value_weight.device)
+            return (self.value_weight[:, 0].float() - unit).to(dtype), self.value_bias[:, 0].to(dtype)

@@ -36,7 +36,8 @@ class Rope:
         """positions int [T] -> cos and signed sin, fp32 [T, 1, head_dim] (broadcast over heads): (cos, cos) and (-sin, sin). A negated
         sin turns the other way."""
         angles = positions.to(torch.float64)[:, None, None] * self._frequencies
-        cos, sin = angles.cos().float(), angles.sin().float()
+        cos, sin = angles.cos().float(), angles.sin_().float()
+        del angles  # in fp64, beside long tables a lot
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 

@@ -3,55 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .errors import MinipsError
 from .kv_cache import KVPool, Segment
-from .kv_storage import as_run, read, write
+from .kv_storage import Store, read, write
 from .mapper import CacheMapper, Coefficients
+from .pieces import Job, Map, Pieces
 from .rope import Rope, apply_rope
 
-LARGEST_CHUNK = 1024  # tokens worked on at once
-SMALLEST_CHUNK = 32
-LONG_JOB = 128  # tokens
-LAYERS_AT_ONCE = 6  # of the kind normalize
-
-
-class Job(NamedTuple):
-    """A segment that stands at its new place already (`segment.start`), its keys still `delta` positions behind."""
-
-    segment: Segment
-    delta: int
-    branch: int
-
-
-Map = Callable[[int, Tensor], Tensor]  # layer, x fp32 [n, kv_heads, head_dim] -> the same shape
-
-
-class KeyMove:
-    """Takes fp32 keys of n tokens from where they stand to their new place, with the map (if any) in between. Differentiable.
-
-    positions: the new ones; deltas: how far each token moves; both int64 [n]. bare: the map is of keys without rotation.
-    """
-
-    def __init__(self, rope: Rope, positions: Tensor, deltas: Tensor, mapped: Map | None, bare: bool):
-        bare = bare and mapped is not None
-        turn = rope.tables(positions - deltas if bare else deltas)
-        self.turn = (turn[0], -turn[1]) if bare else turn  # takes the old rotation off
-        self.place = rope.tables(positions) if bare else None
-        self.mapped = mapped
-
-    def __call__(self, layer: int, keys: Tensor) -> Tensor:
-        """keys fp32 [n, kv_heads, head_dim] of one layer."""
-        keys = apply_rope(keys, *self.turn)
-        if self.mapped is not None:
-            keys = self.mapped(layer, keys)
-        return keys if self.place is None else apply_rope(keys, *self.place)
+SHARE = 0.046  # of the branches' pages: what temporaries may take
+STATISTICS = 0.01  # of it, for the kind normalize
 
 
 class Transform:
@@ -74,6 +39,7 @@ class Transform:
         self.coefficients: Coefficients | None = None
         self.maps_keys = self.maps_values = False
         self.first_layer = 0  # of those that `coefficients` are of
+        self.increments: tuple[Tensor, Tensor] | None = None  # of values, where that is faster than a map in fp32
         self.statistics_needed = mapper is not None and mapper.config.kind == "normalize" and len(lengths) > 1
         if self.statistics_needed:
             self.maps_keys = self.maps_values = True
@@ -84,6 +50,8 @@ class Transform:
                 raise MinipsError("mapper: its coefficients are not finite numbers; the adapter is broken")
             keys_same, values_same = mapper.is_identity(self.coefficients)
             self.maps_keys, self.maps_values = not keys_same, not values_same
+            if self.maps_values and pool.keys[0].dtype == torch.bfloat16:
+                self.increments = mapper.value_increments(torch.bfloat16)
 
     def changes(self, delta: int) -> bool:
         """Whether tokens that move by `delta` are written again."""
@@ -94,105 +62,113 @@ class Transform:
         """Carry out all jobs. With a map, rotation and map are one pass and count as `map`; without, as `rerotate`."""
         started = time.perf_counter()
         if jobs:
+            pieces = self._pieces(jobs)
             if self.statistics_needed:
-                self._normalize(jobs)
+                self._normalize(pieces)
             else:
-                for piece in self._pieces(jobs):
-                    for layer in range(len(self.pool.keys)):
-                        self._change(piece, layer)
+                self._change(pieces, range(len(self.pool.keys)))
             if self.pool.device.type == "cuda":
                 torch.cuda.synchronize(self.pool.device)
         timings["map" if self.maps_keys or self.maps_values else "rerotate"] = time.perf_counter() - started
 
-    def _normalize(self, jobs: Sequence[Job]) -> None:
-        """Some layers after the other, because statistics of all would be large beside short branches."""
-        for self.first_layer in range(0, len(self.pool.keys), LAYERS_AT_ONCE):
-            layers = range(self.first_layer, min(self.first_layer + LAYERS_AT_ONCE, len(self.pool.keys)))
-            self.coefficients = self._statistics(jobs, layers)
-            for piece in self._pieces(jobs):
-                for layer in layers:
-                    self._change(piece, layer)
+    def _pieces(self, jobs: Sequence[Job]) -> Pieces:
+        mapper, statistics = self.mapper, self.statistics_needed
+        copies = 2 if self.pool.keys[0].dtype.itemsize > 1 else 6  # in fp32, of keys or values; 8-bit codes need more
+        copies += mapper is not None and mapper.config.per_head
+        return Pieces(
+            self.pool,
+            self.rope,
+            jobs,
+            (lambda branch: self._map("key", branch)) if self.maps_keys else None,
+            bare=mapper is not None and mapper.bare,
+            by_branch=self.coefficients is not None or statistics,
+            share=SHARE - STATISTICS if statistics else SHARE,
+            copies=copies,
+        )
 
-    def _change(self, piece: _Piece, layer: int) -> None:
-        keys, values = self.pool.keys[layer], self.pool.values[layer]
-        if piece.move is not None:
-            write(keys, piece.run, piece.move(layer, read(keys, piece.run, torch.float32)))
-        if self.maps_values:
-            write(values, piece.run, self._map("value", piece.branch)(layer, read(values, piece.run, torch.float32)))
+    def _normalize(self, pieces: Pieces) -> None:
+        """Some layers after the other, because statistics of all would be large beside short branches."""
+        layers, one = len(self.pool.keys), 64 * len(self.lengths) * self.pool.keys[0].shape[2:].numel()  # bytes a layer, at most
+        step = max(1, int(STATISTICS * pieces.stored / one))
+        for self.first_layer in range(0, layers, step):
+            some = range(self.first_layer, min(self.first_layer + step, layers))
+            self.coefficients = self._statistics(pieces, some)
+            self._change(pieces, some)
+
+    def _change(self, pieces: Pieces, layers: range) -> None:
+        for piece in pieces:
+            for some in pieces.layers(piece, layers):
+                if piece.move is not None:
+                    x = self._read(self.pool.keys, some, piece.run)
+                    for step in piece.move.steps:  # each lets go of what it was given, so there are two copies at a time
+                        x = step(some, x)
+                    self._write(self.pool.keys, some, piece.run, x)
+                if self.maps_values and self.increments is not None and isinstance(piece.run, slice):
+                    self._increase(some, piece.run)
+                elif self.maps_values:
+                    x = self._read(self.pool.values, some, piece.run)
+                    x = self._map("value", piece.branch)(some, x)
+                    self._write(self.pool.values, some, piece.run, x)
+
+    def _increase(self, layers: slice, run: slice) -> None:
+        weights, biases = self.increments
+        for layer in range(layers.start, layers.stop):
+            x = self.pool.values[layer].flatten(0, 1)[run].view(-1, weights.shape[-1])
+            x += torch.addmm(biases[layer], x, weights[layer])
+
+    def _read(self, stores: list[Store], layers: slice, run: Tensor | slice) -> Tensor:
+        """fp32 [layers, n, kv_heads, head_dim]."""
+        if layers.stop - layers.start == 1:
+            return read(stores[layers.start], run, torch.float32)[None]
+        count = run.stop - run.start if isinstance(run, slice) else len(run)
+        x = torch.empty(layers.stop - layers.start, count, *stores[0].shape[2:], device=self.pool.device)
+        for at, layer in enumerate(stores[layers]):
+            x[at] = read(layer, run, layer.dtype) if isinstance(layer, Tensor) else read(layer, run, torch.float32)
+        return x
+
+    def _write(self, stores: list[Store], layers: slice, run: Tensor | slice, x: Tensor) -> None:
+        for store, one in zip(stores[layers], x):
+            write(store, run, one)
 
     def _map(self, part: str, branch: int) -> Map:
         """The map of keys or values of tokens of one branch."""
-        return lambda layer, x: self.mapper.map(part, layer - self.first_layer, x, self.coefficients, branch)
 
-    def _chunk(self, tokens: int) -> int:
-        """So many tokens that fp32 temporaries of one layer stay below 5% of the pages they belong to."""
-        stored = min(2, self.pool.keys[0].dtype.itemsize)
-        share = 520 if stored < 2 else 240  # 8-bit codes need more temporaries
-        return min(LARGEST_CHUNK, max(SMALLEST_CHUNK, tokens * len(self.pool.keys) * stored // share))
+        def mapped(layers: slice, x: Tensor) -> Tensor:
+            ours = slice(layers.start - self.first_layer, layers.stop - self.first_layer)
+            return self.mapper.map(part, ours, x, self.coefficients, branch)
 
-    def _pieces(self, jobs: Sequence[Job]) -> Iterator[_Piece]:
-        """The tokens of the jobs in pieces that are worked on at once.
+        return mapped
 
-        On a CPU long jobs are cut by themselves, because a run of slots needs no copy; short ones, and all on CUDA, are put together.
-        """
-        total = sum(job.segment.length for job in jobs)
-        most = self._chunk(total)
-        if self.pool.device.type == "cpu" and total >= LONG_JOB * len(jobs):
-            groups = [[job] for job in jobs]
-        elif self.coefficients is not None or self.statistics_needed:
-            groups = [list(group) for _, group in groupby(jobs, key=lambda job: job.branch)]
-        else:
-            groups = [jobs]
-        bare = self.mapper is not None and self.mapper.bare
-        for group in groups:
-            parts = self._tokens(group)
-            even = -(-len(parts[0]) // -(-len(parts[0]) // most))
-            for slots, positions, deltas in zip(*(part.split(even) for part in parts)):
-                branch, move = group[0].branch, None
-                if self.maps_keys or deltas.any():
-                    move = KeyMove(self.rope, positions, deltas, self._map("key", branch) if self.maps_keys else None, bare)
-                yield _Piece(branch, as_run(slots), move)
-
-    def _tokens(self, jobs: Sequence[Job]) -> tuple[Tensor, Tensor, Tensor]:
-        """Slot, new position and delta of every token, int64 [n]."""
-        device = self.pool.device
-        slots = torch.cat([self.pool.slots(job.segment.pages, job.segment.length) for job in jobs])
-        positions = torch.cat([torch.arange(job.segment.start, job.segment.start + job.segment.length) for job in jobs])
-        deltas = torch.cat([torch.full((job.segment.length,), job.delta) for job in jobs])
-        return slots, positions.to(device), deltas.to(device)
-
-    def _statistics(self, jobs: Sequence[Job], layers: range) -> Coefficients:
+    def _statistics(self, pieces: Pieces, layers: range) -> Coefficients:
         """What mean and variance of each branch's unrotated keys, and of its values, come to in these layers."""
         pool, count = self.pool, len(self.lengths)
         keys, values = (torch.zeros(2, count, len(layers), *pool.keys[0].shape[2:], device=pool.device) for _ in range(2))
         seen = [0] * count
-        for branch, run, move in self._pieces(jobs):
-            for at, layer in enumerate(layers):
-                _accumulate(keys[:, branch, at], apply_rope(read(pool.keys[layer], run, torch.float32), *move.turn), seen[branch])
-                count = _accumulate(values[:, branch, at], read(pool.values[layer], run, torch.float32), seen[branch])
-            seen[branch] += count
+        for piece in pieces:
+            branch = piece.branch
+            for some in pieces.layers(piece, layers):
+                at = slice(some.start - layers.start, some.stop - layers.start)
+                x = self._read(pool.keys, some, piece.run)
+                x = apply_rope(x, *piece.move.turn)
+                _accumulate(keys[:, branch, at], x, seen[branch])
+                x = self._read(pool.values, some, piece.run)
+                length = _accumulate(values[:, branch, at], x, seen[branch])
+            seen[branch] += length
         for branch, twin in enumerate(self.twins):
             if twin != branch:
                 keys[:, branch], values[:, branch] = keys[:, twin], values[:, twin]
         return self.mapper.from_statistics(keys, values, self.lengths)
 
 
-class _Piece(NamedTuple):
-    """Tokens at a run of slots (or at any), of `branch` where a map depends on that; move: None where keys stay as they are."""
-
-    branch: int
-    run: Tensor | slice
-    move: KeyMove | None
-
-
 def _accumulate(statistics: Tensor, x: Tensor, seen: int) -> int:
-    """Update mean and variance [2, kv_heads, head_dim] of `seen` tokens by more, x [n, kv_heads, head_dim] (Chan et al.); returns n."""
-    count, first = len(x), x[0].clone()
-    x = (x - first).flatten(1)  # sums of what is left lose few digits, and products are many times faster than var_mean on a CPU
-    one = x.new_full((1, count), 1 / count)
-    mean = (one @ x)[0]
-    variance = (one @ x.mul_(x))[0].sub_(mean.square()).clamp_min_(0).view_as(first)
-    mean = mean.view_as(first) + first
+    """Update mean and variance [2, layers, kv_heads, head_dim] of `seen` tokens by more, x [layers, n, kv_heads, head_dim] (Chan
+    et al.); returns n."""
+    count = x.shape[1]
+    mean = x.sum(1) / count
+    variance = (x - mean[:, None]).square_().sum(1) / count
+    if not seen:
+        statistics[0], statistics[1] = mean, variance
+        return count
     total = seen + count
     delta = mean - statistics[0]
     statistics[1] = (statistics[1] * seen + variance * count + delta.square() * (seen * count / total)) / total

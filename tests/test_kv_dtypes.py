@@ -18,9 +18,11 @@ from minips.kv_storage import (
     FP8, bytes_per_token, dequantise, hadamard, mix, mixed_as, new_store, parts, quantise, read, read_mixed, resolve_kv_dtype, write,
 )  # fmt: skip
 from minips.rope import Rope, apply_rope
-from minips.transform import Job, Transform, rerotate
+from minips.pieces import Job
+from minips.transform import Transform, rerotate
 from tests.support import LOGITS, PREFIX, U, branches_of, prompt_ids, relative_error, tiny_config, tiny_engine, u_logits
-from tests.test_mapper import mapper_of, peak_bytes
+from tests.test_mapper import mapper_of
+from tests.test_transform import peak_bytes
 
 EIGHT_BITS = ("int8", "fp8")
 

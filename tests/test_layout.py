@@ -10,7 +10,7 @@ LAYERS = [
     {"rope", "kv_storage", "attention", "sampling", "tokenizer", "chat", "gguf_convert", "shipped", "hub", "weights", "files", "matrix"},
     {"kv_cache", "model", "lora", "mapper", "quantize"},
     {"prompts", "decoding", "answering", "engine", "adapter", "branch_files", "cuda_graph", "compiled", "opening"},
-    {"transform", "merge", "synthesis"},
+    {"pieces", "transform", "merge", "synthesis"},
     {"training", "evaluation", "screen", "screen_live", "workflow", "workflow_checks", "running", "record", "chat_loop"},
     {"corpus"},
     {"generate", "convert", "adapters", "train", "distill", "evaluate"},
@@ -23,7 +23,7 @@ SAME_LAYER = {
     ("engine", "branch_files"), ("branch_files", "engine"),
     ("opening", "prompts"), ("engine", "opening"),
     ("answering", "engine"), ("opening", "engine"),  # for type checkers only
-    ("synthesis", "merge"), ("merge", "transform"), ("lora", "model"), ("quantize", "model"),
+    ("synthesis", "merge"), ("merge", "transform"), ("transform", "pieces"), ("lora", "model"), ("quantize", "model"),
     ("screen", "screen_live"), ("screen_live", "screen"), ("workflow", "workflow_checks"), ("running", "screen"), ("running", "workflow"),
     ("train", "adapters"), ("record", "running"), ("record", "workflow"), ("record", "workflow_checks"), ("chat_loop", "screen"),
 }  # fmt: skip

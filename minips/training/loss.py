@@ -22,8 +22,8 @@ from ..kv_cache import Branch, KVPool
 from ..kv_storage import read
 from ..mapper import CacheMapper, Coefficients, joined
 from ..merge import Plan, plan_merge
+from ..pieces import KeyMove
 from ..rope import Rope, apply_rope
-from ..transform import KeyMove
 from .network import Network
 
 LOGIT_CHUNK = 64  # target positions whose logits are held at a time; they are computed anew in the backward pass
@@ -61,7 +61,7 @@ class MergedCaches:
         self.slots, positions, deltas, self.whose = map(torch.cat, zip(*tokens)) if tokens else (none,) * 4
         self.coefficients = joined(coefficients)
         self.normalized = [plan.branch_tokens for plan in plans if plan is not None] if _normalizes(mapper) else []
-        self.move = KeyMove(rope, positions, deltas, self._keys if mapper is not None else None, mapper is not None and mapper.bare)
+        self.move = KeyMove(rope.tables, positions, deltas, self._keys if mapper is not None else None, mapper is not None and mapper.bare)
 
     def _keys(self, layer: int, keys: Tensor) -> Tensor:
         return self.mapper.map("key", layer, keys, self.coefficients, self.whose)
