@@ -20,9 +20,9 @@ from .kv_storage import Store, as_run, mixed_as, read, read_mixed, write
 
 SHARED_FROM = 64  # slots that rows must have in common to be read once for all
 APART_FROM = 256  # new tokens of a row from which its past is attended apart, on a CPU
-BLOCKS_FROM, BLOCKS_TO, BLOCKS_PAST = 16, 512, 1024  # new tokens, and cached ones, of rows that are attended in blocks (measured on Zen 4)
+BLOCKS_FROM, BLOCKS_SCORES = 16, 80_000  # new tokens, and scores a head, of rows that are attended in blocks (measured on Zen 4)
 SUM_FAR = math.exp(8)  # a score of 8 above the estimate of the largest: up to there bf16 is exact to 0.016, and few blocks of a real model have more
-BLOCK = 384  # queries at a time
+BLOCK, SCORES_AT_ONCE = 768, 1 << 23  # queries at a time, and scores, at most
 
 
 @dataclass(frozen=True)
@@ -130,18 +130,20 @@ class GatherAttention:
 
     def _mask(self, row: AttentionRow, q: Tensor) -> Tensor | None:
         """What `_attend` needs for a row, whose queries are like q [any, heads, head_dim]."""
-        blocks = self._blocks(row, q.dtype)
-        mask = None if self._apart(row) and not blocks else causal_mask(row)
+        group = q.shape[1] // self.keys[0].shape[2]
+        if self._blocks(row, q.dtype):
+            size = max(1, min(BLOCK, SCORES_AT_ONCE // (row.past + row.count)) // group)
+            return q.new_full((min(size, row.count),) * 2, -torch.inf).triu_(1).repeat_interleave(group, 0)
+        mask = None if self._apart(row) else causal_mask(row)
         if mask is None or row.reweight is not None or not self.on_cpu:
             return mask
-        if blocks:
-            mask = mask[:, row.past :]
         added = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -torch.inf)  # as SDPA would make it anew in each layer
-        return added.repeat(q.shape[1] // self.keys[0].shape[2], 1)
+        return added.repeat(group, 1)
 
     def _blocks(self, row: AttentionRow, dtype: torch.dtype) -> bool:
-        """Whether some new bf16 tokens stand behind many cached ones: matrix products in blocks are up to twice as fast there as SDPA."""
-        some = BLOCKS_FROM <= row.count <= BLOCKS_TO and row.past >= BLOCKS_PAST and row.reweight is None
+        """Whether matrix products in blocks are faster than SDPA: bf16 tokens that are many, or stand behind many cached ones."""
+        scores = row.count * (row.past + row.count // 2)
+        some = row.reweight is None and row.count >= BLOCKS_FROM and scores >= BLOCKS_SCORES
         return some and self.on_cpu and dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
     def _apart(self, row: AttentionRow) -> bool:
@@ -149,34 +151,41 @@ class GatherAttention:
         return self.on_cpu and row.past > 0 and row.count >= APART_FROM and row.reweight is None
 
 
-def _in_blocks(q: Tensor, keys: Tensor, values: Tensor, own: Tensor) -> Tensor:
-    """q [n, heads, head_dim] over keys, values [kv_heads, past + n, head_dim]; own [heads a KV head * n, n]: what is added to the last n scores.
+def _in_blocks(q: Tensor, keys: Tensor, values: Tensor, triangle: Tensor) -> Tensor:
+    """q [n, heads, head_dim], causally over keys, values [kv_heads, past + n, head_dim]; so many tokens at a time as the triangle has.
+
+    triangle [size * heads a KV head, size]: what is added to the scores of the last tokens among themselves, 0 or -inf.
 
     Products of bf16 give bf16, which is too coarse for scores of 20. So an estimate of each query's largest score is taken off within the product,
     as one more channel whose keys are 1, and the scores that count come out near 0: their exponentials need no further maximum. What is taken
     off does not matter; of 1 key in 16 it is mostly close enough, and where it is not, the scores are computed again.
     """
-    scale, (kv_heads, length, dim) = q.shape[-1] ** -0.5, keys.shape
-    grouped = q.transpose(0, 1).reshape(kv_heads, -1, dim)
-    past = length - own.shape[1]  # an estimate from keys that a query must not see could lie far above its scores
-    some = torch.cat((keys[:, :4], keys[:, 4:past:16]), 1)  # the first ones: attention sinks
-    largest = torch.bmm(some, grouped.transpose(1, 2)).amax(1)[..., None]
-    grouped = torch.cat((grouped, largest.neg_()), -1)
+    scale, (kv_heads, length, dim), size = q.shape[-1] ** -0.5, keys.shape, triangle.shape[1]
     turned = torch.cat((keys, keys.new_ones(1, 1, 1).expand(kv_heads, length, 1)), -1).transpose(1, 2)
-    out, sums = q.new_empty(*grouped.shape[:2], dim), q.new_empty(*grouped.shape[:2], 1, dtype=torch.float32)
-    room = q.new_empty(min(BLOCK, grouped.shape[1]), length)
-    for head in range(kv_heads):
-        for first in range(0, grouped.shape[1], BLOCK):
-            part = slice(first, first + BLOCK)
-            total, weights = sums[head, part], room[: grouped.shape[1] - first]
-            product = partial(torch.addmm, weights, grouped[head, part], turned[head], beta=0, alpha=scale, out=weights)
-            _exponentials(product(), own[part], total)
+    out, room = torch.empty_like(q), q.new_empty(len(triangle) * length)
+    for first in range(0, len(q), size):
+        tokens = q[first : first + size]
+        queries = tokens.unflatten(1, (kv_heads, -1)).transpose(0, 1).flatten(1, 2)  # [kv_heads, tokens * heads a KV head, head_dim]
+        end, rows = length - len(q) + first + len(tokens), queries.shape[1]
+        own = triangle[:rows, : len(tokens)]
+        past, hidden = end - len(tokens), own.T[::16]
+        some = torch.cat((keys[:, : min(4, past)], keys[:, 4:past:16], keys[:, past:end:16]), 1)  # the first ones: attention sinks
+        estimates = torch.bmm(some, queries.transpose(1, 2))
+        estimates[:, -len(hidden) :] += hidden  # of keys that it must not see, one could lie far above a query's scores
+        largest = estimates.amax(1)[..., None]
+        queries = torch.cat((queries, largest.neg_()), -1)
+        weights, totals = room[: rows * end].view(rows, end), q.new_empty(kv_heads, rows, 1, dtype=torch.float32)
+        found = torch.empty_like(queries[..., :-1])
+        for head, total in enumerate(totals):
+            product = partial(torch.addmm, weights, queries[head], turned[head, :, :end], beta=0, alpha=scale, out=weights)
+            _exponentials(product(), own, total)
             if not float(total.max()) <= SUM_FAR and not float(weights.max()) <= SUM_FAR:
-                product()[:, -own.shape[1] :] += own[part]
-                grouped[head, part, -1:] -= weights.amax(-1, keepdim=True) / scale
-                _exponentials(product(), own[part], total)
-            torch.mm(weights, values[head], out=out[head, part])
-    return out.div_(sums).view(q.shape[1], -1, dim).transpose(0, 1)
+                product()[:, -len(tokens) :] += own
+                queries[head, :, -1:] -= weights.amax(-1, keepdim=True) / scale
+                _exponentials(product(), own, total)
+            torch.mm(weights, values[head, :end], out=found[head])
+        out[first : first + len(tokens)] = found.div_(totals).unflatten(1, (len(tokens), -1)).transpose(0, 1).flatten(1, 2)
+    return out
 
 
 def _exponentials(scores: Tensor, own: Tensor, total: Tensor) -> None:

@@ -61,23 +61,24 @@ def test_bf16_rows_behind_many_tokens_are_attended_in_blocks(monkeypatch, heads,
         pytest.skip("no bf16 products on this CPU")
     calls, in_blocks = [], attention._in_blocks
     monkeypatch.setattr(attention, "_in_blocks", lambda q, *rest: calls.append(len(q)) or in_blocks(q, *rest))
-    for name, value in {"BLOCKS_FROM": 5, "BLOCKS_TO": 40, "BLOCKS_PAST": 60, "BLOCK": 7}.items():
+    for name, value in {"BLOCKS_FROM": 5, "BLOCKS_SCORES": 308, "BLOCK": 21}.items():
         monkeypatch.setattr(attention, name, value)
-    lengths, counts = [65, 64, 64, 140, 130, 3], [5, 5, 4, 40, 41, 3]
+    lengths, counts = [65, 64, 90, 140, 130, 3, 45, 24], [5, 5, 4, 40, 41, 3, 45, 24]
     settings = {"scattered": scattered, "dtype": torch.bfloat16, "spread": 4.0}
     attend, new, truth = setup(lengths, counts, heads, kv_heads, dim, **settings)
     out, expected = attend(0, *new), torch.cat([dense(*row) for row in truth])
-    assert calls == [5, 40] and out.dtype == torch.bfloat16
-    monkeypatch.setattr(attention, "BLOCKS_PAST", 1000)
+    assert calls == [5, 40, 41, 45] and out.dtype == torch.bfloat16
+    monkeypatch.setattr(attention, "BLOCKS_SCORES", 10_000)
     whole = setup(lengths, counts, heads, kv_heads, dim, **settings)[0](0, *new)
-    assert calls == [5, 40]
+    assert calls == [5, 40, 41, 45]
     ours, theirs = ((x.double() - expected).norm() / expected.norm() for x in (out, whole))
     assert ours < max(3 * theirs, 0.006)
 
 
 @pytest.mark.parametrize("size", [12, 45, 87, 300])
 @pytest.mark.parametrize("where", ["past", "own"])
-def test_few_keys_far_above_the_others_lose_no_digits_in_blocks(size, where):
+@pytest.mark.parametrize("at_once", [40, 7])
+def test_few_keys_far_above_the_others_lose_no_digits_in_blocks(size, where, at_once):
     """Scores of `size` that the estimate of the largest one does not see: bf16 products alone would be off by up to 0.25 there.
 
     own: half of the queries must not see those keys, and their scores are small.
@@ -92,12 +93,11 @@ def test_few_keys_far_above_the_others_lose_no_digits_in_blocks(size, where):
     strong = {"past": [7, 33, 34, 101, 102, 103], "own": [220, 221, 222]}[where]  # none of them is in the estimate
     keys[:, strong] = keys[:, : len(strong)] / 4 + direction * (size * 32**0.5) ** 0.5
     q, keys, values = q.bfloat16(), keys.bfloat16(), values.bfloat16()
-    seen = torch.ones(40, 40, dtype=torch.bool).tril()
-    own = torch.zeros(40, 40, dtype=torch.bfloat16).masked_fill_(~seen, -torch.inf).repeat(3, 1)
-    out = attention._in_blocks(q, keys, values, own)
+    hidden = torch.full((40, 40), -torch.inf, dtype=torch.bfloat16).triu_(1)
+    out = attention._in_blocks(q, keys, values, hidden[:at_once, :at_once].repeat_interleave(3, 0))
     grouped = q.double().transpose(0, 1).reshape(2, -1, 32)
     scores = grouped @ keys.double().transpose(1, 2) * 32**-0.5
-    scores[:, :, -40:] += own.double()
+    scores[:, :, -40:] += hidden.double().repeat(3, 1)
     expected = (scores.softmax(-1) @ values.double()).view(6, 40, 32).transpose(0, 1)
     assert (out.double() - expected).norm() / expected.norm() < 0.015
 
