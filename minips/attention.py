@@ -8,21 +8,20 @@ Only filled slots are ever read, so junk in recycled pages cannot matter.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .block_attention import block_triangle, causal_in_blocks, worth_blocks
 from .kv_storage import Store, as_run, mixed_as, read, read_mixed, write
 
 SHARED_FROM = 64  # slots that rows must have in common to be read once for all
 APART_FROM = 256  # new tokens of a row from which its past is attended apart, on a CPU
-BLOCKS_FROM, BLOCKS_SCORES = 16, 80_000  # new tokens, and scores a head, of rows that are attended in blocks (measured on Zen 4)
-SUM_FAR = math.exp(8)  # a score of 8 above the estimate of the largest: up to there bf16 is exact to 0.016, and few blocks of a real model have more
-BLOCK, SCORES_AT_ONCE = 768, 1 << 23  # queries at a time, and scores, at most
+ROWS_AT_ONCE = 4096  # slots of decoding rows that are copied together: they stay in cache until they are attended
 
 
 @dataclass(frozen=True)
@@ -63,29 +62,29 @@ class AttentionRow:
 class GatherAttention:
     """Writes the new K and V of a batch into the pool and attends, layer by layer.
 
-    keys, values: the pool's, per layer. shared: so many leading slots all rows have in common. On a CPU those are read once for all
-    rows, where each has one new token, and joined with the rest of each row by log-sum-exp: the same but for rounding.
+    keys, values: the pool's, per layer. shared: so many leading slots all rows have in common. On a CPU, where each row has one new token,
+    those are read once for all rows, and joined by log-sum-exp with the rest, of which several rows are attended at once: the same but for
+    rounding.
     """
 
     def __init__(self, keys: list[Store], values: list[Store], rows: list[AttentionRow], shared: int = 0):
         self.keys, self.values, self.rows = keys, values, rows
         self.write_slots = torch.cat([row.slots[row.past : row.past + row.count] for row in rows])
-        plain = self.write_slots.device.type == "cpu" and all(row.count == 1 and row.reweight is None for row in rows)
-        self.shared = shared if plain and len(rows) > 1 and shared >= SHARED_FROM else 0
         self.on_cpu = self.write_slots.device.type == "cpu"
-        if self.shared:
-            self.common = as_run(rows[0].slots[:shared])
-            self.own = [as_run(row.slots[shared : row.past + 1]) for row in rows]
-        else:
-            self.masks: list[Tensor | None] | None = None  # made when the dtype of the scores is known
+        self.masks: list[Tensor | None] | None = None  # made when the dtype of the scores is known
+        self.groups: list[_Group] = []
+        if self.on_cpu and len(rows) > 1 and all(row.count == 1 and row.reweight is None for row in rows):
+            shared = shared if shared >= SHARED_FROM else 0
+            self.groups = list(_groups([row.slots[shared : row.past + 1] for row in rows]))
+            self.common = as_run(rows[0].slots[:shared]) if shared else None
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [T, heads, head_dim]; k, v [T, kv_heads, head_dim], rotated already -> [T, heads, head_dim]."""
         write(self.keys[layer], self.write_slots, k)
         write(self.values[layer], self.write_slots, v)
         dtype, q = q.dtype, mixed_as(self.keys[layer], q)  # mixed ones stay in fp32: rounding them to bf16 costs as much as 8 bits do
-        if self.shared:
-            return self._attend_shared(layer, q).to(dtype)
+        if self.groups:
+            return self._attend_rows(layer, q).to(dtype)
         if self.masks is None:
             self.masks = [self._mask(row, q) for row in self.rows]
         outputs, start = [], 0
@@ -98,17 +97,20 @@ class GatherAttention:
             start += row.count
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _attend_shared(self, layer: int, q: Tensor) -> Tensor:
+    def _attend_rows(self, layer: int, q: Tensor) -> Tensor:
         """q [rows, heads, head_dim], mixed as the keys are."""
         keys, values = self.keys[layer], self.values[layer]
         grouped = q.unflatten(1, (keys.shape[2], -1))
+        own = [_attend_run(grouped[at.first : at.last], keys, values, at.slots, at.mask) for at in self.groups]
+        own, own_sum = own[0] if len(own) == 1 else map(torch.cat, zip(*own))
+        if self.common is None:
+            return own.flatten(1, 2)
         rows, kv_heads, group, dim = grouped.shape
         together = grouped.transpose(0, 1).reshape(1, kv_heads, rows * group, dim)
-        first, first_sum = (x.view(kv_heads, rows, group, -1).transpose(0, 1) for x in _attend_run(together, keys, values, self.common))
-        rest = [_attend_run(grouped[at : at + 1], keys, values, slots) for at, slots in enumerate(self.own)]
-        second, second_sum = map(torch.cat, zip(*rest))
-        weight = torch.sigmoid(second_sum[..., None] - first_sum)  # fp32 or wider
-        return torch.lerp(first.to(weight.dtype), second.to(weight.dtype), weight).flatten(1, 2)
+        found = _attend_run(together, keys, values, self.common)
+        common, common_sum = (x.view(kv_heads, rows, group, -1).transpose(0, 1) for x in found)
+        weight = torch.sigmoid(own_sum[..., None] - common_sum)  # fp32 or wider
+        return torch.lerp(common.to(weight.dtype), own.to(weight.dtype), weight).flatten(1, 2)
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, row: AttentionRow, mask: Tensor | None) -> Tensor:
         """keys, values: those of the row, [past + count, kv_heads, head_dim]; q and keys mixed alike."""
@@ -119,7 +121,7 @@ class GatherAttention:
             return F.scaled_dot_product_attention(q.view(1, keys.shape[1], -1, q.shape[-1]), keys, values).view(q.shape)
         heads = q.transpose(0, 1)[None]
         if self._blocks(row, q.dtype):
-            return _in_blocks(q, keys[0], values[0], mask)
+            return causal_in_blocks(q, keys[0], values[0], mask)
         if self._apart(row):
             return _behind_past(heads, keys, values, row.past)[0].transpose(0, 1)
         if self.on_cpu and mask is not None:
@@ -132,8 +134,7 @@ class GatherAttention:
         """What `_attend` needs for a row, whose queries are like q [any, heads, head_dim]."""
         group = q.shape[1] // self.keys[0].shape[2]
         if self._blocks(row, q.dtype):
-            size = max(1, min(BLOCK, SCORES_AT_ONCE // (row.past + row.count)) // group)
-            return q.new_full((min(size, row.count),) * 2, -torch.inf).triu_(1).repeat_interleave(group, 0)
+            return block_triangle(row.past, row.count, group, q.dtype)
         mask = None if self._apart(row) else causal_mask(row)
         if mask is None or row.reweight is not None or not self.on_cpu:
             return mask
@@ -141,57 +142,11 @@ class GatherAttention:
         return added.repeat(group, 1)
 
     def _blocks(self, row: AttentionRow, dtype: torch.dtype) -> bool:
-        """Whether matrix products in blocks are faster than SDPA: bf16 tokens that are many, or stand behind many cached ones."""
-        scores = row.count * (row.past + row.count // 2)
-        some = row.reweight is None and row.count >= BLOCKS_FROM and scores >= BLOCKS_SCORES
-        return some and self.on_cpu and dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return self.on_cpu and row.reweight is None and worth_blocks(row.past, row.count, dtype)
 
     def _apart(self, row: AttentionRow) -> bool:
         """Whether many new tokens attend to what is cached and to themselves apart: a mask would have all of its blocks computed."""
         return self.on_cpu and row.past > 0 and row.count >= APART_FROM and row.reweight is None
-
-
-def _in_blocks(q: Tensor, keys: Tensor, values: Tensor, triangle: Tensor) -> Tensor:
-    """q [n, heads, head_dim], causally over keys, values [kv_heads, past + n, head_dim]; so many tokens at a time as the triangle has.
-
-    triangle [size * heads a KV head, size]: what is added to the scores of the last tokens among themselves, 0 or -inf.
-
-    Products of bf16 give bf16, which is too coarse for scores of 20. So an estimate of each query's largest score is taken off within the product,
-    as one more channel whose keys are 1, and the scores that count come out near 0: their exponentials need no further maximum. What is taken
-    off does not matter; of 1 key in 16 it is mostly close enough, and where it is not, the scores are computed again.
-    """
-    scale, (kv_heads, length, dim), size = q.shape[-1] ** -0.5, keys.shape, triangle.shape[1]
-    turned = torch.cat((keys, keys.new_ones(1, 1, 1).expand(kv_heads, length, 1)), -1).transpose(1, 2)
-    out, room = torch.empty_like(q), q.new_empty(len(triangle) * length)
-    for first in range(0, len(q), size):
-        tokens = q[first : first + size]
-        queries = tokens.unflatten(1, (kv_heads, -1)).transpose(0, 1).flatten(1, 2)  # [kv_heads, tokens * heads a KV head, head_dim]
-        end, rows = length - len(q) + first + len(tokens), queries.shape[1]
-        own = triangle[:rows, : len(tokens)]
-        past, hidden = end - len(tokens), own.T[::16]
-        some = torch.cat((keys[:, : min(4, past)], keys[:, 4:past:16], keys[:, past:end:16]), 1)  # the first ones: attention sinks
-        estimates = torch.bmm(some, queries.transpose(1, 2))
-        estimates[:, -len(hidden) :] += hidden  # of keys that it must not see, one could lie far above a query's scores
-        largest = estimates.amax(1)[..., None]
-        queries = torch.cat((queries, largest.neg_()), -1)
-        weights, totals = room[: rows * end].view(rows, end), q.new_empty(kv_heads, rows, 1, dtype=torch.float32)
-        found = torch.empty_like(queries[..., :-1])
-        for head, total in enumerate(totals):
-            product = partial(torch.addmm, weights, queries[head], turned[head, :, :end], beta=0, alpha=scale, out=weights)
-            _exponentials(product(), own, total)
-            if not float(total.max()) <= SUM_FAR and not float(weights.max()) <= SUM_FAR:
-                product()[:, -len(tokens) :] += own
-                queries[head, :, -1:] -= weights.amax(-1, keepdim=True) / scale
-                _exponentials(product(), own, total)
-            torch.mm(weights, values[head, :end], out=found[head])
-        out[first : first + len(tokens)] = found.div_(totals).unflatten(1, (len(tokens), -1)).transpose(0, 1).flatten(1, 2)
-    return out
-
-
-def _exponentials(scores: Tensor, own: Tensor, total: Tensor) -> None:
-    """Add `own` to the last of the scores [n, length] and take their exponentials, in place; their sums go to total fp32 [n, 1]."""
-    scores[:, -own.shape[1] :] += own
-    torch.sum(scores.exp_(), -1, keepdim=True, dtype=torch.float32, out=total)
 
 
 def _behind_past(q: Tensor, keys: Tensor, values: Tensor, past: int) -> Tensor:
@@ -203,10 +158,43 @@ def _behind_past(q: Tensor, keys: Tensor, values: Tensor, past: int) -> Tensor:
     return torch.lerp(first.reshape(q.shape).to(weight.dtype), second.to(weight.dtype), weight).to(q.dtype)
 
 
-def _attend_run(q: Tensor, keys: Store, values: Store, slots: Tensor | slice) -> tuple[Tensor, Tensor]:
-    """q [1, kv_heads, n, head_dim] over all of the slots -> the same shape, and log-sum-exp of the scores [1, kv_heads, n]."""
+class _Group(NamedTuple):
+    """Decoding rows `first` to `last` that are attended at once. slots [rows * width], or the run of one row; mask fp32 [rows, 1, 1, width]."""
+
+    first: int
+    last: int
+    slots: Tensor | slice
+    mask: Tensor | None
+
+
+def _groups(rows: Sequence[Tensor]) -> Iterator[_Group]:
+    """Rows of about the same number of slots together, as many as stay in cache."""
+    first = 0
+    while first < len(rows):
+        last, width, filled = first + 1, len(rows[first]), len(rows[first])
+        while last < len(rows):
+            wider, more, count = max(width, len(rows[last])), filled + len(rows[last]), last + 1 - first
+            if wider * count > 1.5 * more or count > 2 and wider * count > ROWS_AT_ONCE:
+                break
+            last, width, filled = last + 1, wider, more
+        if last == first + 1:
+            yield _Group(first, last, as_run(rows[first]), None)
+        elif filled == width * (last - first):
+            yield _Group(first, last, torch.cat(list(rows[first:last])), None)
+        else:
+            slots = torch.cat([torch.cat((row, row[:1].expand(width - len(row)))) for row in rows[first:last]])
+            lengths = torch.tensor([len(row) for row in rows[first:last]])
+            mask = torch.zeros(last - first, width).masked_fill_(torch.arange(width) >= lengths[:, None], -torch.inf)
+            yield _Group(first, last, slots, mask[:, None, None])
+        first = last
+
+
+def _attend_run(q: Tensor, keys: Store, values: Store, slots: Tensor | slice, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """q [rows, kv_heads, n, head_dim], each over its part of the slots -> the same shape, and log-sum-exp of the scores [rows, kv_heads, n]."""
     k, v = read_mixed(keys, slots, q.dtype), read(values, slots, q.dtype)
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k.transpose(0, 1)[None], v.transpose(0, 1)[None])
+    k, v = (x.unflatten(0, (len(q), -1)).transpose(1, 2) for x in (k, v))
+    mask = mask if mask is None else mask.to(q.dtype)  # torch 2.13 takes an fp32 mask beside fp64 queries, and is wrong
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask)
 
 
 class TableAttention:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from minips import attention
+from minips import attention, block_attention
 from minips.attention import AttentionRow, GatherAttention, causal_mask
 
 
@@ -59,16 +59,16 @@ def test_bf16_rows_behind_many_tokens_are_attended_in_blocks(monkeypatch, heads,
     """Scores of up to 20: as close to exact ones as SDPA is, but for twice the rounding of what it rounds anyway."""
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("no bf16 products on this CPU")
-    calls, in_blocks = [], attention._in_blocks
-    monkeypatch.setattr(attention, "_in_blocks", lambda q, *rest: calls.append(len(q)) or in_blocks(q, *rest))
-    for name, value in {"BLOCKS_FROM": 5, "BLOCKS_SCORES": 308, "BLOCK": 21}.items():
-        monkeypatch.setattr(attention, name, value)
+    calls, in_blocks = [], attention.causal_in_blocks
+    monkeypatch.setattr(attention, "causal_in_blocks", lambda q, *rest: calls.append(len(q)) or in_blocks(q, *rest))
+    for name, value in {"FROM_TOKENS": 5, "FROM_SCORES": 308, "QUERIES_AT_ONCE": 21}.items():
+        monkeypatch.setattr(block_attention, name, value)
     lengths, counts = [65, 64, 90, 140, 130, 3, 45, 24], [5, 5, 4, 40, 41, 3, 45, 24]
     settings = {"scattered": scattered, "dtype": torch.bfloat16, "spread": 4.0}
     attend, new, truth = setup(lengths, counts, heads, kv_heads, dim, **settings)
     out, expected = attend(0, *new), torch.cat([dense(*row) for row in truth])
     assert calls == [5, 40, 41, 45] and out.dtype == torch.bfloat16
-    monkeypatch.setattr(attention, "BLOCKS_SCORES", 10_000)
+    monkeypatch.setattr(block_attention, "FROM_SCORES", 10_000)
     whole = setup(lengths, counts, heads, kv_heads, dim, **settings)[0](0, *new)
     assert calls == [5, 40, 41, 45]
     ours, theirs = ((x.double() - expected).norm() / expected.norm() for x in (out, whole))
@@ -94,7 +94,7 @@ def test_few_keys_far_above_the_others_lose_no_digits_in_blocks(size, where, at_
     keys[:, strong] = keys[:, : len(strong)] / 4 + direction * (size * 32**0.5) ** 0.5
     q, keys, values = q.bfloat16(), keys.bfloat16(), values.bfloat16()
     hidden = torch.full((40, 40), -torch.inf, dtype=torch.bfloat16).triu_(1)
-    out = attention._in_blocks(q, keys, values, hidden[:at_once, :at_once].repeat_interleave(3, 0))
+    out = attention.causal_in_blocks(q, keys, values, hidden[:at_once, :at_once].repeat_interleave(3, 0))
     grouped = q.double().transpose(0, 1).reshape(2, -1, 32)
     scores = grouped @ keys.double().transpose(1, 2) * 32**-0.5
     scores[:, :, -40:] += hidden.double().repeat(3, 1)

@@ -7,7 +7,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "minips"
 LAYERS = [
     {"command", "config", "errors", "reading", "results", "turns"},
-    {"rope", "kv_storage", "attention", "sampling", "tokenizer", "chat", "gguf_convert", "shipped", "hub", "weights", "files", "matrix"},
+    {"rope", "kv_storage", "attention", "block_attention", "sampling", "tokenizer", "chat", "gguf_convert", "shipped", "hub", "weights", "files", "matrix"},
     {"kv_cache", "model", "lora", "mapper", "quantize"},
     {"prompts", "decoding", "answering", "engine", "adapter", "branch_files", "cuda_graph", "compiled", "opening"},
     {"pieces", "transform", "merge", "synthesis"},
@@ -18,7 +18,7 @@ LAYERS = [
 SAME_LAYER = {
     ("command", "errors"), ("config", "errors"), ("config", "reading"), ("reading", "errors"), ("results", "errors"), ("results", "turns"), ("turns", "errors"),
     ("chat", "tokenizer"), ("hub", "gguf_convert"), ("hub", "weights"), ("hub", "shipped"),
-    ("gguf_convert", "weights"), ("kv_storage", "weights"), ("attention", "kv_storage"),
+    ("gguf_convert", "weights"), ("kv_storage", "weights"), ("attention", "kv_storage"), ("attention", "block_attention"),
     ("answering", "decoding"), ("engine", "answering"), ("engine", "prompts"), ("engine", "decoding"), ("engine", "cuda_graph"), ("engine", "compiled"), ("cuda_graph", "compiled"),
     ("engine", "branch_files"), ("branch_files", "engine"),
     ("opening", "prompts"), ("engine", "opening"),

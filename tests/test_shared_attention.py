@@ -9,6 +9,7 @@ from minips.config import EngineConfig
 from minips.decoding import _in_common, open_writers
 from minips.engine import Engine
 from minips.kv_storage import as_run, new_store, write
+from minips.kv_storage import parts as parts_of
 from tests.support import OUTS, OWNS, PREFIX, U, branches_of, prompt_ids, tiny_engine
 from tests.test_attention import dense
 
@@ -16,13 +17,14 @@ from tests.test_attention import dense
 @pytest.fixture
 def calls(monkeypatch):
     """Rows of each pass through one layer in which the common slots were read once."""
-    seen, attend = [], GatherAttention._attend_shared
+    seen, attend = [], GatherAttention._attend_rows
 
     def counted(self, layer, q):
-        seen.append(len(q))
+        if self.common is not None:
+            seen.append(len(q))
         return attend(self, layer, q)
 
-    monkeypatch.setattr(GatherAttention, "_attend_shared", counted)
+    monkeypatch.setattr(GatherAttention, "_attend_rows", counted)
     monkeypatch.setattr(attention, "SHARED_FROM", 1)
     return seen
 
@@ -52,6 +54,30 @@ def test_rows_with_a_common_part_equal_dense_attention(calls, dtype, tolerance, 
     expected = torch.cat([dense(q[i : i + 1], k[mine], v[mine]) for i, (mine, _) in enumerate(rows)])
     assert calls == [3] and out.dtype == wide
     assert (out.double() - expected).abs().max() < tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize("at_once, sizes", [(4096, [3, 2, 2]), (130, [3, 2, 2]), (64, [2, 1, 2, 2])])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.bfloat16, 2e-2), (torch.int8, 5e-2)])
+def test_decoding_rows_of_about_one_length_are_attended_at_once(monkeypatch, at_once, sizes, dtype, tolerance):
+    monkeypatch.setattr(attention, "ROWS_AT_ONCE", at_once)
+    torch.manual_seed(0)
+    lengths, heads, kv_heads, dim, page = [40, 33, 40, 200, 190, 7, 7], 6, 2, 16, 4
+    keys, values = (new_store((sum(lengths) // page + 8, page, kv_heads, dim), dtype, mixed=True) for _ in range(2))
+    wide = torch.float32 if dtype == torch.int8 else dtype
+    slots = torch.randperm(sum(lengths)) + page
+    k, v = (torch.randn(len(slots), kv_heads, dim).to(wide) for _ in range(2))
+    whose = torch.arange(len(slots)).split(lengths)
+    rows, new = [AttentionRow(slots[mine], len(mine) - 1, 1) for mine in whose], [int(mine[-1]) for mine in whose]
+    old = [index for index in range(len(slots)) if index not in new]
+    for part in (*parts_of(keys), *parts_of(values)):
+        part.fill_(101)  # junk where nothing was written
+    write(keys, slots[old], k[old])
+    write(values, slots[old], v[old])
+    q = torch.randn(len(rows), heads, dim).to(wide)
+    attend = GatherAttention([keys], [values], rows)
+    assert [group.last - group.first for group in attend.groups] == sizes
+    expected = torch.cat([dense(q[i : i + 1], k[mine], v[mine]) for i, mine in enumerate(whose)])
+    assert (attend(0, q, k[new], v[new]).double() - expected).abs().max() < tolerance * expected.abs().max()
 
 
 def test_a_run_of_slots_is_read_as_a_view():
