@@ -38,6 +38,9 @@ def ttft_rows(found: dict[str, dict]) -> Iterator[list[str]]:
             if {"text", "transformers"} <= set(case["methods"]):
                 ahead = median(case, "transformers") / median(case, "text")
                 yield row(f"TTFT transformers / text, {case['m']} x {case['length']}", ahead, 1)
+            if (case["m"], case["u"]) == (4, 128) and case["length"] in TTFT_MARKS and {"transformers", "parallel"} <= set(case["methods"]):
+                gain = median(case, "transformers") / median(case, "parallel")
+                yield row(f"TTFT of the same text in transformers / parallel, 4 x {case['length']}", gain, TTFT_MARKS[case["length"]], "{:.1f}")
     shares = [
         (statistics.median((turn["rerotate"] + turn["map"]) / turn["ttft"] for turn in one["warm"]), method, case)
         for name in ("ttft", "ttft-2048", "ttft-4096", "mappers", "ttft-m", "ttft-growth")

@@ -3,7 +3,7 @@
 Kinds: affine (four scalars a branch and layer from a tiny MLP, as the authors released it), low_rank (x + x A B^T), linear
 (x W + b), normalize (no training: each branch's mean and variance are brought to the mean over branches), none.
 Keys are mapped as they stand (`rotated`), or with their rotation taken off for the map (`unrotated`). All of it in fp32, but for what
-`value_increments` says.
+`value_increment` says.
 """
 
 from __future__ import annotations
@@ -173,16 +173,18 @@ class CacheMapper(nn.Module):
             return torch.baddbmm(rows, rows @ first, second.transpose(1, 2))
         return torch.baddbmm(second[:, None], rows, first)
 
-    def value_increments(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-        """W - I [layers, head_dim, head_dim] and b [layers, head_dim]: v (W - I) + b is what a map adds to values, where one map is for all heads.
+    @property
+    def has_increments(self) -> bool:
+        """Whether one x + x D + b serves the values of all heads."""
+        return self.config.kind in ("low_rank", "linear") and not self.config.per_head
+
+    def value_increment(self, layer: int, x: Tensor) -> Tensor:
+        """x D + b for values x [n, head_dim], in their own dtype; D is W - I.
 
         In bf16 that is faster than a map in fp32: v is bf16 already, and what the increment is rounded by is small beside what v' is.
         """
-        if self.config.per_head or self.config.kind not in ("low_rank", "linear"):
-            return None
-        with torch.no_grad():
-            if self.config.kind == "low_rank":
-                weight = (self.value_a.float() @ self.value_b.float().transpose(2, 3))[:, 0]
-                return weight.to(dtype), weight.new_zeros(weight.shape[:2], dtype=dtype)
-            unit = torch.eye(self.head_dim, device=self.value_weight.device)
-            return (self.value_weight[:, 0].float() - unit).to(dtype), self.value_bias[:, 0].to(dtype)
+        if self.config.kind == "low_rank":
+            return x @ (self.value_a[layer, 0].float() @ self.value_b[layer, 0].float().T).to(x.dtype)
+        weight = self.value_weight[layer, 0].to(torch.float32, copy=True)
+        weight.diagonal().sub_(1)
+        return torch.addmm(self.value_bias[layer, 0].to(x.dtype), x, weight.to(x.dtype))

@@ -38,8 +38,8 @@ class Transform:
         self.pool, self.rope, self.mapper, self.lengths, self.twins = pool, rope, mapper, lengths, twins
         self.coefficients: Coefficients | None = None
         self.maps_keys = self.maps_values = False
+        self.by_increments = mapper is not None and mapper.has_increments and pool.keys[0].dtype == torch.bfloat16
         self.first_layer = 0  # of those that `coefficients` are of
-        self.increments: tuple[Tensor, Tensor] | None = None  # of values, where that is faster than a map in fp32
         self.statistics_needed = mapper is not None and mapper.config.kind == "normalize" and len(lengths) > 1
         if self.statistics_needed:
             self.maps_keys = self.maps_values = True
@@ -50,8 +50,6 @@ class Transform:
                 raise MinipsError("mapper: its coefficients are not finite numbers; the adapter is broken")
             keys_same, values_same = mapper.is_identity(self.coefficients)
             self.maps_keys, self.maps_values = not keys_same, not values_same
-            if self.maps_values and pool.keys[0].dtype == torch.bfloat16:
-                self.increments = mapper.value_increments(torch.bfloat16)
 
     def changes(self, delta: int) -> bool:
         """Whether tokens that move by `delta` are written again."""
@@ -103,18 +101,16 @@ class Transform:
                     for step in piece.move.steps:  # each lets go of what it was given, so there are two copies at a time
                         x = step(some, x)
                     self._write(self.pool.keys, some, piece.run, x)
-                if self.maps_values and self.increments is not None and isinstance(piece.run, slice):
-                    self._increase(some, piece.run)
-                elif self.maps_values:
+                if not self.maps_values:
+                    continue
+                if self.by_increments and isinstance(piece.run, slice):
+                    for layer in range(some.start, some.stop):
+                        x = self.pool.values[layer].flatten(0, 1)[piece.run].flatten(0, 1)
+                        x += self.mapper.value_increment(layer, x)
+                else:
                     x = self._read(self.pool.values, some, piece.run)
                     x = self._map("value", piece.branch)(some, x)
                     self._write(self.pool.values, some, piece.run, x)
-
-    def _increase(self, layers: slice, run: slice) -> None:
-        weights, biases = self.increments
-        for layer in range(layers.start, layers.stop):
-            x = self.pool.values[layer].flatten(0, 1)[run].view(-1, weights.shape[-1])
-            x += torch.addmm(biases[layer], x, weights[layer])
 
     def _read(self, stores: list[Store], layers: slice, run: Tensor | slice) -> Tensor:
         """fp32 [layers, n, kv_heads, head_dim]."""
