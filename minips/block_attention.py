@@ -11,7 +11,7 @@ from torch import Tensor
 FROM_TOKENS, FROM_SCORES = 16, 80_000  # new tokens, and scores a head, from which blocks are faster (measured on Zen 4)
 QUERIES_AT_ONCE, SCORES_AT_ONCE = 768, 1 << 23  # at most
 # e^8: a score of 8 above the estimate of the largest; up to there bf16 is exact to 0.016, and few blocks of a real model have more
-SUM_FAR = math.exp(8)
+SUM_FAR, SUM_NEAR = math.exp(8), math.exp(-4)  # below: the estimate was too high, by what it is rounded
 
 
 def worth_blocks(past: int, count: int, dtype: torch.dtype) -> bool:
@@ -35,11 +35,12 @@ def causal_in_blocks(q: Tensor, keys: Tensor, values: Tensor, triangle: Tensor) 
     triangle [size * heads a KV head, size]: what is added to the scores of the last tokens among themselves, 0 or -inf.
 
     Products of bf16 give bf16, which is too coarse for scores of 20. So an estimate of each query's largest score is taken off within the product,
-    as one more channel whose keys are 1, and the scores that count come out near 0: their exponentials need no further maximum. What is taken
-    off does not matter; of 1 key in 16 it is mostly close enough, and where it is not, the scores are computed again.
+    as two more channels (its high and its low digits) whose keys are 1, and the scores that count come out near 0: their exponentials need no
+    further maximum. What is taken off does not matter; of 1 key in 16 it is mostly close enough, and where it is not, the scores are
+    computed again: twice, where they are so large that what is read off the first time is coarse too.
     """
     scale, (kv_heads, length, dim), size = q.shape[-1] ** -0.5, keys.shape, triangle.shape[1]
-    turned = torch.cat((keys, keys.new_ones(1, 1, 1).expand(kv_heads, length, 1)), -1).transpose(1, 2)
+    turned = torch.cat((keys, keys.new_ones(1, 1, 1).expand(kv_heads, length, 2)), -1).transpose(1, 2)
     out, room = torch.empty_like(q), q.new_empty(len(triangle) * length)
     for first in range(0, len(q), size):
         tokens = q[first : first + size]
@@ -51,16 +52,20 @@ def causal_in_blocks(q: Tensor, keys: Tensor, values: Tensor, triangle: Tensor) 
         estimates = torch.bmm(some, queries.transpose(1, 2))
         estimates[:, -len(hidden) :] += hidden  # of keys that it must not see, one could lie far above a query's scores
         largest = estimates.amax(1)[..., None]
-        queries = torch.cat((queries, largest.neg_()), -1)
+        queries = torch.cat((queries, largest.neg_(), torch.zeros_like(largest)), -1)
         weights, totals = room[: rows * end].view(rows, end), q.new_empty(kv_heads, rows, 1, dtype=torch.float32)
-        found = torch.empty_like(queries[..., :-1])
+        found = torch.empty_like(queries[..., :dim])
         for head, total in enumerate(totals):
             product = partial(torch.addmm, weights, queries[head], turned[head, :, :end], beta=0, alpha=scale, out=weights)
-            _exponentials(product(), own, total)
-            if not float(total.max()) <= SUM_FAR and not float(weights.max()) <= SUM_FAR:
-                product()[:, -len(tokens) :] += own
-                queries[head, :, -1:] -= weights.amax(-1, keepdim=True) / scale
+            for last in (False, False, True):
                 _exponentials(product(), own, total)
+                least, most = (float(bound) for bound in torch.aminmax(total))
+                if last or least >= SUM_NEAR and (most <= SUM_FAR or float(weights.max()) <= SUM_FAR):
+                    break
+                product()[:, -len(tokens) :] += own
+                shift = queries[head, :, dim:].sum(-1, dtype=torch.float32) - weights.amax(-1) / scale
+                queries[head, :, dim] = shift
+                queries[head, :, dim + 1] = shift - queries[head, :, dim]
             torch.mm(weights, values[head, :end], out=found[head])
         out[first : first + len(tokens)] = found.div_(totals).unflatten(1, (len(tokens), -1)).transpose(0, 1).flatten(1, 2)
     return out

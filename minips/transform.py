@@ -38,7 +38,7 @@ class Transform:
         self.pool, self.rope, self.mapper, self.lengths, self.twins = pool, rope, mapper, lengths, twins
         self.coefficients: Coefficients | None = None
         self.maps_keys = self.maps_values = False
-        self.by_increments = mapper is not None and mapper.has_increments and pool.keys[0].dtype == torch.bfloat16
+        self.by_increments = False
         self.first_layer = 0  # of those that `coefficients` are of
         self.statistics_needed = mapper is not None and mapper.config.kind == "normalize" and len(lengths) > 1
         if self.statistics_needed:
@@ -50,6 +50,8 @@ class Transform:
                 raise MinipsError("mapper: its coefficients are not finite numbers; the adapter is broken")
             keys_same, values_same = mapper.is_identity(self.coefficients)
             self.maps_keys, self.maps_values = not keys_same, not values_same
+            with torch.no_grad():
+                self.by_increments = self.maps_values and pool.keys[0].dtype == torch.bfloat16 and mapper.has_increments()
 
     def changes(self, delta: int) -> bool:
         """Whether tokens that move by `delta` are written again."""
@@ -59,6 +61,7 @@ class Transform:
     def apply(self, jobs: Sequence[Job], timings: dict[str, float]) -> None:
         """Carry out all jobs. With a map, rotation and map are one pass and count as `map`; without, as `rerotate`."""
         started = time.perf_counter()
+        jobs = [job for job in jobs if job.segment.length]
         if jobs:
             pieces = self._pieces(jobs)
             if self.statistics_needed:
@@ -103,10 +106,13 @@ class Transform:
                     self._write(self.pool.keys, some, piece.run, x)
                 if not self.maps_values:
                     continue
-                if self.by_increments and isinstance(piece.run, slice):
+                if self.by_increments:
                     for layer in range(some.start, some.stop):
-                        x = self.pool.values[layer].flatten(0, 1)[piece.run].flatten(0, 1)
-                        x += self.mapper.value_increment(layer, x)
+                        store = self.pool.values[layer]
+                        x = read(store, piece.run, store.dtype)  # a view, where it is a run
+                        x += self.mapper.value_increment(layer, x.flatten(0, 1)).view(x.shape)
+                        if not isinstance(piece.run, slice):
+                            write(store, piece.run, x)
                 else:
                     x = self._read(self.pool.values, some, piece.run)
                     x = self._map("value", piece.branch)(some, x)

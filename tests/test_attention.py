@@ -75,7 +75,7 @@ def test_bf16_rows_behind_many_tokens_are_attended_in_blocks(monkeypatch, heads,
     assert ours < max(3 * theirs, 0.006)
 
 
-@pytest.mark.parametrize("size", [12, 45, 87, 300])
+@pytest.mark.parametrize("size", [12, 45, 87, 300, 3000, 40_000, 300_000])
 @pytest.mark.parametrize("where", ["past", "own"])
 @pytest.mark.parametrize("at_once", [40, 7])
 def test_few_keys_far_above_the_others_lose_no_digits_in_blocks(size, where, at_once):

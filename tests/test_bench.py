@@ -334,6 +334,7 @@ def test_verdicts_set_measured_values_against_the_marks(tmp_path):
     rows = {row[0].split(",")[0]: row[1:] for row in verdicts({"ttft": {"cases": [case]}})}
     assert rows["TTFT text / parallel"] == ["12.0", "at least 10.9", "yes"]
     assert rows["TTFT transformers / text"] == ["0.92", "at least 1.00", "NO"]
+    assert rows["TTFT of the same text in transformers / parallel"] == ["11.0", "at least 10.9", "yes"]
     assert rows["re-rotate + map in TTFT"] == ["20.0%", "at most 10.0%", "NO"]
     assert bars_of({"cases": [case]}) == {512: {"ours": 12.0, "FLOP limit": 13.6, "published (GPU)": 2.5}}
     pytest.importorskip("matplotlib")

@@ -66,6 +66,9 @@ def test_a_merge_needs_under_5_percent_of_the_branches_pages(shape, record_prope
 # Pieces
 
 
+WIDE = {"num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128, "head_dim": 32}
+
+
 def moved(mapper, dtype, layers=5, heads=2, dim=32):
     """K and V of three branches, one of them in two segments, before and after a transform; and where their tokens are."""
     lengths, page = [300, 150, 170], 16
@@ -96,8 +99,7 @@ def turned(rope, keys, amounts):
 @pytest.mark.parametrize("shape", [{"kind": "none"}, *SHAPES], ids=["none", *NAMES])
 def test_all_pieces_and_layers_are_moved_and_mapped(monkeypatch, shape, space, most):
     monkeypatch.setattr(pieces, "LARGEST", most)
-    sizes = {"num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128, "head_dim": 32}
-    mapper = mapper_of(0.1, tiny_config(**sizes), key_space=space, **shape)
+    mapper = mapper_of(0.1, tiny_config(**WIDE), key_space=space, **shape)
     rope, transform, jobs, before, after = moved(mapper, torch.float32)
     for job, slots in jobs:
         positions = torch.arange(job.segment.start, job.segment.start + len(slots))
@@ -118,17 +120,30 @@ def test_all_pieces_and_layers_are_moved_and_mapped(monkeypatch, shape, space, m
             assert torch.equal(one[rest], two[rest])
 
 
-@pytest.mark.parametrize("kind", ["linear", "low_rank"])
-@pytest.mark.parametrize("noise, most", [(0.01, 1.05), (0.1, 1.5), (1.0, 1.9)])
-def test_bf16_values_are_mapped_nearly_as_exactly_as_they_are_rounded(kind, noise, most):
-    """What the increment is rounded by counts for little beside an increment that is small; at worst it adds twice."""
-    sizes = {"num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128, "head_dim": 32}
-    mapper = mapper_of(noise, tiny_config(**sizes), kind=kind)
-    _, _, jobs, before, after = moved(mapper, torch.bfloat16)
+def rounded(mapper):
+    """Errors of mapped bf16 values against float64, as multiples of what rounding alone does, of each branch and layer."""
+    _, transform, jobs, before, after = moved(mapper, torch.bfloat16)
     for job, slots in jobs:
         for layer in range(5):
             exact = phi(mapper, "value", layer, before[layer][1][slots], None, job.branch)
-            assert (after[layer][1][slots] - exact).norm() < most * (exact.bfloat16() - exact).norm()
+            yield transform.by_increments, float((after[layer][1][slots] - exact).norm() / (exact.bfloat16() - exact).norm())
+
+
+@pytest.mark.parametrize("kind", ["linear", "low_rank"])
+@pytest.mark.parametrize("noise, increments, most", [(0.01, True, 1.05), (0.03, True, 1.2), (0.5, False, 1.01)])
+def test_bf16_values_are_mapped_nearly_as_exactly_as_they_are_rounded(kind, noise, increments, most):
+    """By increments, where they are small: what they are rounded by counts for little then."""
+    mapper = mapper_of(noise, tiny_config(**WIDE), kind=kind)
+    assert all(by == increments and error < most for by, error in rounded(mapper))
+
+
+@pytest.mark.parametrize("scale", [0.7, 0.3, 0.01, -0.9])
+def test_a_map_that_shrinks_bf16_values_loses_no_digits(scale):
+    mapper = mapper_of(0.0, tiny_config(**WIDE), kind="linear")
+    mapper.value_weight[:] = scale * torch.eye(32)
+    assert all(by == (scale > 0.5) and error < 1.5 for by, error in rounded(mapper))
+    mapper.value_weight[:] = 1.01 * torch.eye(32)  # the same mapper, as training goes on
+    assert all(by and error < 1.1 for by, error in rounded(mapper))
 
 
 # Key spaces
