@@ -182,7 +182,7 @@ class CacheMapper(nn.Module):
         if self.config.kind not in ("low_rank", "linear") or self.config.per_head:
             return False
         parts = (self.value_a, self.value_b) if self.config.kind == "low_rank" else (self.value_weight,)
-        known = [(part.data_ptr(), part._version) for part in parts]
+        known = [(part.data_ptr(), None if part.is_inference() else part._version) for part in parts]
         if self._near_identity is None or self._near_identity[0] != known:
             norms = []
             for layer in range(self.num_layers):
