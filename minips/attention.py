@@ -21,6 +21,7 @@ from .kv_storage import Store, as_run, mixed_as, read, read_mixed, write
 
 SHARED_FROM = 64  # slots that rows must have in common to be read once for all
 APART_FROM = 256  # new tokens of a row from which its past is attended apart, on a CPU
+SPLIT_FROM = 2048  # slots of a decoding row from which it is attended in halves
 ROWS_AT_ONCE = 4096  # slots of decoding rows that are copied together: they stay in cache until they are attended
 
 
@@ -73,8 +74,9 @@ class GatherAttention:
         self.on_cpu = self.write_slots.device.type == "cpu"
         self.masks: list[Tensor | None] | None = None  # made when the dtype of the scores is known
         self.groups: list[_Group] = []
-        if self.on_cpu and len(rows) > 1 and all(row.count == 1 and row.reweight is None for row in rows):
-            shared = shared if shared >= SHARED_FROM else 0
+        alone = len(rows) == 1
+        if self.on_cpu and all(row.count == 1 and row.reweight is None for row in rows) and (not alone or rows[0].past + 1 >= SPLIT_FROM):
+            shared = 0 if alone or shared < SHARED_FROM else shared
             self.groups = list(_groups([row.slots[shared : row.past + 1] for row in rows]))
             self.common = as_run(rows[0].slots[:shared]) if shared else None
 
@@ -101,7 +103,7 @@ class GatherAttention:
         """q [rows, heads, head_dim], mixed as the keys are."""
         keys, values = self.keys[layer], self.values[layer]
         grouped = q.unflatten(1, (keys.shape[2], -1))
-        own = [_attend_run(grouped[at.first : at.last], keys, values, at.slots, at.mask) for at in self.groups]
+        own = [_attend_group(grouped[at.first : at.last], keys, values, at) for at in self.groups]
         own, own_sum = own[0] if len(own) == 1 else map(torch.cat, zip(*own))
         if self.common is None:
             return own.flatten(1, 2)
@@ -159,12 +161,16 @@ def _behind_past(q: Tensor, keys: Tensor, values: Tensor, past: int) -> Tensor:
 
 
 class _Group(NamedTuple):
-    """Decoding rows `first` to `last` that are attended at once. slots [rows * width], or the run of one row; mask fp32 [rows, 1, 1, width]."""
+    """Decoding rows `first` to `last` that are attended at once. slots [rows * width], or the run of one row; mask fp32 [rows, 1, 1, width].
+
+    halves: it is one row, in two halves: two threads share three KV heads badly, and SDPA takes long keys more slowly than short ones.
+    """
 
     first: int
     last: int
     slots: Tensor | slice
     mask: Tensor | None
+    halves: bool = False
 
 
 def _groups(rows: Sequence[Tensor]) -> Iterator[_Group]:
@@ -177,16 +183,31 @@ def _groups(rows: Sequence[Tensor]) -> Iterator[_Group]:
             if wider * count > 1.5 * more or count > 2 and wider * count > ROWS_AT_ONCE:
                 break
             last, width, filled = last + 1, wider, more
-        if last == first + 1:
+        halves = last == first + 1 and width >= SPLIT_FROM
+        if last == first + 1 and not halves:
             yield _Group(first, last, as_run(rows[first]), None)
-        elif filled == width * (last - first):
-            yield _Group(first, last, torch.cat(list(rows[first:last])), None)
         else:
-            slots = torch.cat([torch.cat((row, row[:1].expand(width - len(row)))) for row in rows[first:last]])
-            lengths = torch.tensor([len(row) for row in rows[first:last]])
-            mask = torch.zeros(last - first, width).masked_fill_(torch.arange(width) >= lengths[:, None], -torch.inf)
-            yield _Group(first, last, slots, mask[:, None, None])
+            yield _Group(first, last, *_padded(rows[first].chunk(2) if halves else rows[first:last]), halves)
         first = last
+
+
+def _padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+    """The slots of all rows, filled up to the longest, and what hides the filling."""
+    lengths = torch.tensor([len(row) for row in rows])
+    width = int(lengths.max())
+    if bool((lengths == width).all()):
+        return torch.cat(list(rows)), None
+    slots = torch.cat([torch.cat((row, row[:1].expand(width - len(row)))) for row in rows])
+    mask = torch.zeros(len(rows), width).masked_fill_(torch.arange(width) >= lengths[:, None], -torch.inf)
+    return slots, mask[:, None, None]
+
+
+def _attend_group(q: Tensor, keys: Store, values: Store, group: _Group) -> tuple[Tensor, Tensor]:
+    """q [rows of the group, kv_heads, n, head_dim] -> as `_attend_run`."""
+    if not group.halves:
+        return _attend_run(q, keys, values, group.slots, group.mask)
+    out, sums = _attend_run(q.expand(2, -1, -1, -1), keys, values, group.slots, group.mask)
+    return (out * sums.softmax(0)[..., None]).sum(0, keepdim=True), sums.logsumexp(0, keepdim=True)
 
 
 def _attend_run(q: Tensor, keys: Store, values: Store, slots: Tensor | slice, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -80,6 +80,29 @@ def test_decoding_rows_of_about_one_length_are_attended_at_once(monkeypatch, at_
     assert (attend(0, q, k[new], v[new]).double() - expected).abs().max() < tolerance * expected.abs().max()
 
 
+@pytest.mark.parametrize("length", [20, 21])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.bfloat16, 2e-2), (torch.int8, 5e-2)])
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_long_decoding_row_is_attended_in_halves(monkeypatch, length, dtype, tolerance, alone):
+    monkeypatch.setattr(attention, "SPLIT_FROM", 20)
+    torch.manual_seed(0)
+    lengths = [length] if alone else [3, length, 4]
+    keys, values = (new_store((20, 4, 2, 16), dtype, mixed=True) for _ in range(2))
+    wide = torch.float32 if dtype == torch.int8 else dtype
+    slots = torch.randperm(sum(lengths)) + 4
+    k, v = (torch.randn(len(slots), 2, 16).to(wide) for _ in range(2))
+    whose = torch.arange(len(slots)).split(lengths)
+    new = [int(mine[-1]) for mine in whose]
+    old = [index for index in range(len(slots)) if index not in new]
+    write(keys, slots[old], k[old])
+    write(values, slots[old], v[old])
+    q = torch.randn(len(lengths), 6, 16).to(wide)
+    attend = GatherAttention([keys], [values], [AttentionRow(slots[mine], len(mine) - 1, 1) for mine in whose])
+    assert [group.halves for group in attend.groups] == ([True] if alone else [False, True, False])
+    expected = torch.cat([dense(q[i : i + 1], k[mine], v[mine]) for i, mine in enumerate(whose)])
+    assert (attend(0, q, k[new], v[new]).double() - expected).abs().max() < tolerance * expected.abs().max()
+
+
 def test_a_run_of_slots_is_read_as_a_view():
     assert as_run(torch.tensor([4, 5, 6])) == slice(4, 7) and as_run(torch.tensor([9])) == slice(9, 10)
     for slots in ([4, 6, 5, 7], [4, 5, 7], [6, 5]):
