@@ -1,28 +1,18 @@
 """Decode steps through compiled decoder layers: Inductor makes kernels of one layer, and all layers of its kind share them.
 
-A layer is compiled, not the whole step, because that takes seconds instead of minutes and serves every set of weights. Its guards
-(checks that a call is like the one it was compiled for) would cost more than the fused operations save; they are left out, and a
-call is sent to the form that fits it here.
+A layer is compiled, not the whole step, because that takes seconds instead of minutes and serves every set of weights.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
-import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from types import FunctionType
+from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from .attention import attend_table, table_inputs
-from .errors import MinipsError
-from .hub import cache_folder
+from .compiling import new_form, require_compiler
 from .kv_cache import KVPool
 from .kv_storage import Store
 from .model import DecoderLayer, Model
@@ -60,7 +50,8 @@ class CompiledLayers:
             self._kinds[layer] = _kind(layer)
         key = (self._kinds[layer], shape[0] > 1 if self.dynamic else tuple(shape))
         if key not in self._forms:
-            self._forms[key] = _first_told(_new_form(self.dynamic))
+            rows = "one row" if shape[0] == 1 else "several rows"
+            self._forms[key] = new_form(_layer, f"a decoder layer for {rows}", self.dynamic)
         return self._forms[key]
 
 
@@ -70,9 +61,7 @@ class CompiledSteps:
     ahead = False  # tokens are chosen by the host
 
     def __init__(self, pool: KVPool):
-        compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
-        if shutil.which(compiler) is None:
-            raise MinipsError(f"compile: on a CPU it needs a C++ compiler, and {compiler} was not found; install it, or name another in CXX")
+        require_compiler()
         self.pool, self._layers, self._tables = pool, CompiledLayers(dynamic=True), Tables(pool.device)
         self.compiled_steps = self.eager_steps = 0
 
@@ -121,58 +110,3 @@ def _layer(
     layer: DecoderLayer, x: Tensor, cos: Tensor, sin: Tensor, keys: Store, values: Store, write_slots: Tensor, slots: Tensor, mask: Tensor
 ) -> Tensor:
     return layer(x, cos, sin, 0, lambda _, q, k, v: attend_table(keys, values, write_slots, slots, mask, q, k, v))
-
-
-def _new_form(dynamic: bool) -> Compiled:
-    """Dynamo keeps what it compiles with a function's code, so each form is a function with a code of its own."""
-    code = _layer.__code__.replace(co_name="compiled_layer")
-    form = FunctionType(code, _layer.__globals__, code.co_name)
-    return torch.compile(form, fullgraph=True, dynamic=dynamic, options={"guard_filter_fn": _none})
-
-
-def _none(guards: Sequence[object]) -> list[bool]:
-    return [False] * len(guards)
-
-
-def _first_told(form: Compiled) -> Compiled:
-    """Its first call compiles, which takes a while: a line on stderr says so."""
-    done = False
-
-    def call(*arguments: object) -> Tensor:
-        nonlocal done
-        if done:
-            return form(*arguments)
-        rows = len(arguments[1])
-        from torch.fx.experimental import _config as sizes  # rows and KV heads that are equal at first need not stay so
-
-        print(f"compiling a decoder layer for {'one row' if rows == 1 else 'several rows'} ...", file=sys.stderr, flush=True)
-        started = time.perf_counter()
-        try:
-            with _lasting_cache(), sizes.patch(use_duck_shape=False), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of what Dynamo looks through: nothing that a user could change
-                result = form(*arguments)
-        except torch._dynamo.exc.TorchDynamoException as error:
-            reason = " ".join(str(error).split("Set TORCHDYNAMO_VERBOSE")[0].split())
-            raise MinipsError(f"compile: {reason[:300]}") from None
-        print(f"compiled in {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
-        done = True
-        return result
-
-    return call
-
-
-@contextmanager
-def _lasting_cache() -> Iterator[None]:
-    """Kernels are kept in minips' cache folder, unless a folder was named: torch's own choice is gone after a restart."""
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # loads Inductor, which nothing else needs
-
-    name = "TORCHINDUCTOR_CACHE_DIR"
-    before = os.environ.get(name)
-    if before is None or before == default_cache_dir():
-        os.environ[name] = str(cache_folder() / "compiled")
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
-        if before is not None:
-            os.environ[name] = before

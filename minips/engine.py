@@ -17,6 +17,7 @@ from .errors import MinipsError, RoomError
 from .hub import resolve_model
 from .kv_cache import Branch, KVPool, Segment, pool_pages
 from .kv_storage import bytes_per_token, resolve_kv_dtype
+from .merge_kernels import MergeKernels
 from .model import Model
 from .opening import open_branches, open_roots
 from .prompts import Prompt, Prompts
@@ -72,6 +73,7 @@ class Engine:
             self.graphs = DecodeGraphs(self.pool, compile=compile)
         elif compile:
             self.graphs = CompiledSteps(self.pool)
+        self.merge_kernels = MergeKernels(config.num_hidden_layers) if compile and not on_cuda else None
         self.valid_vocab = min(config.vocab_size, tokenizer.vocab_size) if tokenizer is not None else config.vocab_size
         self.stop_ids = frozenset(tokenizer.eos_token_ids if tokenizer is not None else config.eos_token_ids)
         self.counters = dict.fromkeys(("prefilled_tokens", "decoded_tokens", "reused_tokens", "rerotated_tokens", "copied_tokens"), 0)
@@ -100,7 +102,8 @@ class Engine:
 
         quantize: int8 or int4 for weights in fewer bits (see quantize.py). max_device_kv_bytes: so large is the KV cache on the device;
         branches that a call does not need are parked in host memory when it is full. cuda_graphs: decode by captured steps (default: on
-        CUDA). compile: decode through compiled layers, which takes a while at the first steps (and a C++ compiler on a CPU).
+        CUDA). compile: decode through compiled layers, which takes a while at the first steps; on a CPU also re-rotate and map by compiled
+        kernels. A CPU needs a C++ compiler for it.
         """
         folder = resolve_model(str(model), progress=progress)
         config = ModelConfig.from_folder(folder)

@@ -3,7 +3,7 @@
 Kinds: affine (four scalars a branch and layer from a tiny MLP, as the authors released it), low_rank (x + x A B^T), linear
 (x W + b), normalize (no training: each branch's mean and variance are brought to the mean over branches), none.
 Keys are mapped as they stand (`rotated`), or with their rotation taken off for the map (`unrotated`). All of it in fp32, but for what
-`value_increment` says.
+`Increments` says.
 """
 
 from __future__ import annotations
@@ -62,6 +62,25 @@ class Coefficients:
     value_shift: Tensor
 
 
+@dataclass(frozen=True)
+class Increments:
+    """x + x D + b. weight: D [2 (keys, values), layers, head_dim, head_dim]; bias: b fp32 [2, layers, head_dim].
+
+    small: for keys and for values, whether |D| is at most 0.5 (spectral norm) in all layers. Then x D may be made in bf16, which is faster:
+    what it is rounded by is small beside what x + x D is, as it would not be where D nearly takes x away.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    small: list[bool]
+
+    @classmethod
+    def empty(cls, layers: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Increments:
+        """Zeros, to be filled."""
+        weight = torch.zeros(2, layers, head_dim, head_dim, dtype=dtype, device=device)
+        return cls(weight, torch.zeros(2, layers, head_dim, device=device), [True, True])
+
+
 def joined(parts: Sequence[Coefficients | None]) -> Coefficients | None:
     """Coefficients of several merges as those of all their branches, one behind the other."""
     if not parts or parts[0] is None:
@@ -75,7 +94,7 @@ class CacheMapper(nn.Module):
     def __init__(self, config: MapperConfig, num_layers: int, kv_heads: int, head_dim: int):
         super().__init__()
         self.config, self.num_layers, self.kv_heads, self.head_dim = config, num_layers, kv_heads, head_dim
-        self._near_identity: tuple[list, bool] | None = None  # of which weights, and what `has_increments` found
+        self._increments: tuple[tuple, Increments] | None = None  # of which dtype and weights, and what they come to
         maps = (num_layers, kv_heads if config.per_head else 1)
         if config.kind == "affine":
             inputs = FEATURES[config.metadata_features]
@@ -174,38 +193,37 @@ class CacheMapper(nn.Module):
             return torch.baddbmm(rows, rows @ first, second.transpose(1, 2))
         return torch.baddbmm(second[:, None], rows, first)
 
-    def has_increments(self) -> bool:
-        """Whether x + x D + b serves the values of all heads and loses nothing, D = W - I: not where it nearly takes x away.
-
-        So |D| must not be above 0.5 (spectral norm); looked at once, as long as the weights stay what they are.
-        """
+    def increments(self, dtype: torch.dtype) -> Increments | None:
+        """The maps of all layers as x + x D + b, where one serves all heads of a layer; made anew only when the weights have changed."""
         if self.config.kind not in ("low_rank", "linear") or self.config.per_head:
-            return False
-        parts = (self.value_a, self.value_b) if self.config.kind == "low_rank" else (self.value_weight,)
-        known = [(part.data_ptr(), None if part.is_inference() else part._version) for part in parts]
-        if self._near_identity is None or self._near_identity[0] != known:
-            norms = []
-            for layer in range(self.num_layers):
-                square = self._value_change(layer)
-                square = square.T @ square
-                for _ in range(2):
-                    square = square @ square
-                norms.append(square.norm() ** (1 / 8))  # at most head_dim^(1/16) above the spectral norm, never below
-            self._near_identity = known, bool((torch.stack(norms) <= 0.5).all())
-        return self._near_identity[1]
+            return None
+        known = [(part.data_ptr(), None if part.is_inference() else part._version) for part in self.parameters()]
+        if self._increments is None or self._increments[0] != (dtype, known):
+            made = Increments.empty(self.num_layers, self.head_dim, dtype, next(self.parameters()).device)
+            for index, part in enumerate(("key", "value")):
+                norms = []
+                for layer in range(self.num_layers):  # one after the other, as fp32 of all would be large beside short branches
+                    change = self._change(part, layer)
+                    made.weight[index, layer] = change
+                    norms.append(_norm_at_least(change))
+                made.small[index] = bool((torch.stack(norms) <= 0.5).all())
+                if self.config.kind == "linear":
+                    made.bias[index] = getattr(self, f"{part}_bias")[:, 0]
+            self._increments = (dtype, known), made
+        return self._increments[1]
 
-    def _value_change(self, layer: int) -> Tensor:
-        """W - I of values, one for all heads: fp32 [head_dim, head_dim]."""
+    def _change(self, part: str, layer: int) -> Tensor:
+        """D = W - I of a layer, one for all heads: fp32 [head_dim, head_dim]."""
         if self.config.kind == "low_rank":
-            return self.value_a[layer, 0].float() @ self.value_b[layer, 0].float().T
-        weight = self.value_weight[layer, 0].to(torch.float32, copy=True)
+            return getattr(self, f"{part}_a")[layer, 0].float() @ getattr(self, f"{part}_b")[layer, 0].float().T
+        weight = getattr(self, f"{part}_weight")[layer, 0].to(torch.float32, copy=True)
         weight.diagonal().sub_(1)
         return weight
 
-    def value_increment(self, layer: int, x: Tensor) -> Tensor:
-        """x D + b for values x [n, head_dim], in their own dtype.
 
-        In bf16 that is faster than a map in fp32: v is bf16 already, and what the increment is rounded by is small beside what v' is.
-        """
-        change = self._value_change(layer).to(x.dtype)
-        return x @ change if self.config.kind == "low_rank" else torch.addmm(self.value_bias[layer, 0].to(x.dtype), x, change)
+def _norm_at_least(square: Tensor) -> Tensor:
+    """The spectral norm of [n, n] or up to n^(1/16) times it, never less."""
+    square = square.T @ square
+    for _ in range(2):
+        square = square @ square
+    return square.norm() ** (1 / 8)

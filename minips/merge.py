@@ -13,6 +13,7 @@ from .config import MergeOptions
 from .errors import MinipsError, RoomError
 from .kv_cache import Branch, KVPool, Segment, shared_prefix
 from .mapper import CacheMapper
+from .merge_kernels import MergeKernels
 from .rope import Rope
 from .transform import Job, Transform
 
@@ -157,7 +158,14 @@ def _place(plan: Plan, options: MergeOptions, fork_point: int, limit: int) -> No
 
 
 def apply_plan(
-    plan: Plan, pool: KVPool, rope: Rope, consumed: Sequence[Branch], timings: dict, counters: dict, mapper: CacheMapper | None = None
+    plan: Plan,
+    pool: KVPool,
+    rope: Rope,
+    consumed: Sequence[Branch],
+    timings: dict,
+    counters: dict,
+    mapper: CacheMapper | None = None,
+    kernels: MergeKernels | None = None,
 ) -> list[Segment]:
     """Carry out a plan; returns the context's segments, on pages of which the caller holds one count for each entry.
 
@@ -171,7 +179,7 @@ def apply_plan(
     pieces = {key: piece for row, names in zip(plan.pieces, keys) for piece, key in zip(row, names)}
     twins = [keys.index(names) for names in keys]
     branch_of = {key: twins[index] for index, names in enumerate(keys) for key in names}
-    transform = Transform(pool, rope, mapper, plan.spans, plan.branch_tokens, twins)
+    transform = Transform(pool, rope, mapper, plan.spans, plan.branch_tokens, twins, kernels)
     variants = Counter(id(piece.segment) for piece in pieces.values())
     kept_prefix = set(map(id, plan.prefix))
 

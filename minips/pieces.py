@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
@@ -61,9 +62,13 @@ class Piece(NamedTuple):
     run: Tensor | slice
     move: KeyMove | None
 
+    @property
+    def count(self) -> int:
+        return self.run.stop - self.run.start if isinstance(self.run, slice) else len(self.run)
+
 
 class Pieces:
-    """The tokens of all jobs, cut so that `copies` fp32 copies of what is worked on at once take no more than `share` of their pages' bytes.
+    """The tokens of all jobs, cut so that `copies` fp32 copies of what is worked on at once take no more than `room` bytes.
 
     mapped: the map of keys of a branch, if there is one; bare: it is of keys without rotation; by_branch: a piece is of one branch.
     """
@@ -77,7 +82,7 @@ class Pieces:
         *,
         bare: bool,
         by_branch: bool,
-        share: float,
+        room: int,
         copies: int,
     ):
         self.mapped, self.bare, self.device = mapped, bare and mapped is not None, pool.device
@@ -91,11 +96,17 @@ class Pieces:
         self.groups = [(group[0].branch, *_tokens(pool, group)) for group in groups]
         turns = [deltas - positions if self.bare else deltas for _, _, positions, deltas in self.groups]
         self.tables = _KnownTables(rope, torch.cat(turns + [group[2] for group in self.groups if self.bare]))
-        self.stored = total * 2 * len(pool.keys) * width * min(2, pool.keys[0].dtype.itemsize)  # bytes; scales are not counted
-        room = share * self.stored - sum(part.nbytes for part in self.tables.tables)
-        self.most = min(LARGEST, max(SMALLEST, int(room / (copies * 4 * width))))
+        left = room - sum(part.nbytes for part in self.tables.tables)
+        self.most = min(LARGEST, max(SMALLEST, left // (copies * 4 * width)))
 
     def __iter__(self) -> Iterator[Piece]:
+        return iter(self._pieces)
+
+    @cached_property
+    def _pieces(self) -> list[Piece]:
+        return list(self._cut())
+
+    def _cut(self) -> Iterator[Piece]:
         for branch, *parts in self.groups:
             even = -(-len(parts[0]) // -(-len(parts[0]) // self.most))
             for slots, positions, deltas in zip(*(part.split(even) for part in parts)):
@@ -106,7 +117,7 @@ class Pieces:
 
     def layers(self, piece: Piece, layers: range) -> Iterator[slice]:
         """The layers, as many at a time as there is room for with the tokens of the piece."""
-        step = max(1, self.most // (piece.run.stop - piece.run.start if isinstance(piece.run, slice) else len(piece.run)))
+        step = max(1, self.most // piece.count)
         for first in range(layers.start, layers.stop, step):
             yield slice(first, min(first + step, layers.stop))
 

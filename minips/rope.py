@@ -12,6 +12,8 @@ from torch import Tensor
 
 from .config import RopeConfig
 
+MIN_KEPT = 1024  # positions
+
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """Frequencies fp32 [head_dim / 2], theta^(-2i/head_dim), with the llama3 scaling of the Llama 3.1 model card if set."""
@@ -31,6 +33,7 @@ class Rope:
     def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device | str = "cpu"):
         self.inv_freq = inverse_frequencies(rope, head_dim).to(device)
         self._frequencies = self.inv_freq.double()
+        self._kept = self.tables(torch.empty(0, device=device))
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions int [T] -> cos and signed sin, fp32 [T, 1, head_dim] (broadcast over heads): (cos, cos) and (-sin, sin). A negated
@@ -39,6 +42,16 @@ class Rope:
         cos, sin = angles.cos().float(), angles.sin_().float()
         del angles  # in fp64, beside long tables a lot
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+
+    def kept(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of positions `first` on, fp32 [count, 1, 1, head_dim / 2]: rows of tables that are kept from call to call."""
+        if first + count > len(self._kept[0]):
+            half = len(self.inv_freq)
+            rows = torch.arange(max(MIN_KEPT, 1 << (first + count - 1).bit_length()), device=self.inv_freq.device)
+            self._kept = tuple(part[..., half:].clone() for part in self.tables(rows))
+        cos, sin = (part[first : first + count, None] for part in self._kept)
+        return cos, sin
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

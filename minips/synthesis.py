@@ -10,6 +10,7 @@ from pathlib import Path
 from .adapter import Adapter, base_name, load_adapter
 from .answering import answer, answer_batch, score_ids
 from .attention import Reweight
+from .change import increments_for
 from .chat import default_prompt
 from .config import MergeOptions, SamplingParams
 from .engine import Engine, OnToken
@@ -82,6 +83,8 @@ class Synthesizer:
             raise MinipsError(f"Synthesizer: options is {type(options).__name__}, expected MergeOptions or a dict of its fields")
         self.options = options if isinstance(options, MergeOptions) else own.changed(options or {})
         self.adapter, self.mapper = adapter, adapter.mapper if adapter is not None else None
+        if self.mapper is not None:
+            increments_for(engine.pool, self.mapper)  # now, not in the first merge
         if self.mapper is not None and self.mapper.config.key_space == "rotated" and self.options.anchor == "free":
             raise MinipsError(
                 "MergeOptions: anchor 'free' cannot be combined with a mapper of rotated keys, which depends on where they stand; "
@@ -119,7 +122,7 @@ class Synthesizer:
         consumed = branches if consume else []
         raw = (branches[0] if branches else prefix).raw
         try:
-            segments = apply_plan(plan, pool, self.rope, consumed, timings, engine.counters, self.mapper)
+            segments = apply_plan(plan, pool, self.rope, consumed, timings, engine.counters, self.mapper, engine.merge_kernels)
         except MinipsError:  # refused before anything was changed
             raise
         except BaseException as error:

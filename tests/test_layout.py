@@ -7,23 +7,24 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "minips"
 LAYERS = [
     {"command", "config", "errors", "reading", "results", "turns"},
-    {"rope", "kv_storage", "attention", "block_attention", "sampling", "tokenizer", "chat", "gguf_convert", "shipped", "hub", "weights", "files", "matrix"},
+    {"rope", "kv_storage", "attention", "block_attention", "sampling", "tokenizer", "chat", "gguf_convert", "shipped", "hub", "weights", "files", "matrix", "compiling"},
     {"kv_cache", "model", "lora", "mapper", "quantize"},
-    {"prompts", "decoding", "answering", "engine", "adapter", "branch_files", "cuda_graph", "compiled", "opening"},
-    {"pieces", "transform", "merge", "synthesis"},
+    {"prompts", "decoding", "answering", "engine", "adapter", "branch_files", "cuda_graph", "compiled", "opening", "merge_kernels"},
+    {"change", "pieces", "transform_eager", "transform_compiled", "transform", "merge", "synthesis"},
     {"training", "evaluation", "screen", "screen_live", "workflow", "workflow_checks", "running", "record", "chat_loop"},
     {"corpus"},
     {"generate", "convert", "adapters", "train", "distill", "evaluate"},
 ]
 SAME_LAYER = {
     ("command", "errors"), ("config", "errors"), ("config", "reading"), ("reading", "errors"), ("results", "errors"), ("results", "turns"), ("turns", "errors"),
-    ("chat", "tokenizer"), ("hub", "gguf_convert"), ("hub", "weights"), ("hub", "shipped"),
+    ("chat", "tokenizer"), ("hub", "gguf_convert"), ("hub", "weights"), ("hub", "shipped"), ("compiling", "hub"),
     ("gguf_convert", "weights"), ("kv_storage", "weights"), ("attention", "kv_storage"), ("attention", "block_attention"),
-    ("answering", "decoding"), ("engine", "answering"), ("engine", "prompts"), ("engine", "decoding"), ("engine", "cuda_graph"), ("engine", "compiled"), ("cuda_graph", "compiled"),
+    ("answering", "decoding"), ("engine", "answering"), ("engine", "prompts"), ("engine", "decoding"), ("engine", "cuda_graph"), ("engine", "compiled"), ("engine", "merge_kernels"), ("cuda_graph", "compiled"),
     ("engine", "branch_files"), ("branch_files", "engine"),
     ("opening", "prompts"), ("engine", "opening"),
     ("answering", "engine"), ("opening", "engine"),  # for type checkers only
-    ("synthesis", "merge"), ("merge", "transform"), ("transform", "pieces"), ("lora", "model"), ("quantize", "model"),
+    ("synthesis", "merge"), ("merge", "transform"), ("synthesis", "change"), ("transform", "change"), ("transform", "transform_eager"), ("transform", "transform_compiled"), ("transform_eager", "change"), ("transform_eager", "pieces"),
+    ("transform_compiled", "change"), ("transform_compiled", "pieces"), ("transform", "pieces"), ("lora", "model"), ("quantize", "model"),
     ("screen", "screen_live"), ("screen_live", "screen"), ("workflow", "workflow_checks"), ("running", "screen"), ("running", "workflow"),
     ("train", "adapters"), ("record", "running"), ("record", "workflow"), ("record", "workflow_checks"), ("chat_loop", "screen"),
 }  # fmt: skip

@@ -109,9 +109,9 @@ def test_all_pieces_and_layers_are_moved_and_mapped(monkeypatch, shape, space, m
             else:
                 bare = space == "unrotated"
                 k = turned(rope, k[slots], job.delta - positions if bare else torch.full_like(positions, job.delta))
-                k = phi(mapper, "key", layer, k, transform.coefficients, job.branch)
+                k = phi(mapper, "key", layer, k, transform.change.coefficients, job.branch)
                 k = turned(rope, k, positions) if bare else k
-                v = phi(mapper, "value", layer, v[slots], transform.coefficients, job.branch)
+                v = phi(mapper, "value", layer, v[slots], transform.change.coefficients, job.branch)
             assert relative_error(new_k[slots], k) < 1e-5 and relative_error(new_v[slots], v) < 1e-5
     touched = torch.cat([slots for _, slots in jobs])
     for old, new in zip(before, after):
@@ -126,7 +126,7 @@ def rounded(mapper):
     for job, slots in jobs:
         for layer in range(5):
             exact = phi(mapper, "value", layer, before[layer][1][slots], None, job.branch)
-            yield transform.by_increments, float((after[layer][1][slots] - exact).norm() / (exact.bfloat16() - exact).norm())
+            yield transform.change.by_increments, float((after[layer][1][slots] - exact).norm() / (exact.bfloat16() - exact).norm())
 
 
 @pytest.mark.parametrize("kind", ["linear", "low_rank"])
