@@ -69,7 +69,7 @@ def test_a_merge_needs_under_5_percent_of_the_branches_pages(shape, record_prope
 WIDE = {"num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128, "head_dim": 32}
 
 
-def moved(mapper, dtype, layers=5, heads=2, dim=32):
+def moved(mapper, dtype, layers=5, heads=2, dim=32, kernels=None):
     """K and V of three branches, one of them in two segments, before and after a transform; and where their tokens are."""
     lengths, page = [300, 150, 170], 16
     pool = KVPool(layers, 50, page, heads, dim, dtype)
@@ -80,7 +80,7 @@ def moved(mapper, dtype, layers=5, heads=2, dim=32):
     rope = Rope(tiny_config().rope, dim)
     places = [(0, 200, 40, -7), (0, 100, 240, 5), (1, 150, 340, 250), (2, 170, 490, 0)]  # branch, tokens, new start, delta
     jobs = [Job(Segment(pool.allocate(pool.pages_for(count)), count, start), delta, branch) for branch, count, start, delta in places]
-    transform = Transform(pool, rope, mapper, lengths, lengths, range(3))
+    transform = Transform(pool, rope, mapper, lengths, lengths, range(3), kernels)
     transform.apply([job for job in jobs if transform.changes(job.delta)], {})
     after = [(k.flatten(0, 1).double(), v.flatten(0, 1).double()) for k, v in zip(pool.keys, pool.values)]
     return rope, transform, [(job, pool.slots(job.segment.pages, job.segment.length)) for job in jobs], before, after

@@ -1,0 +1,170 @@
+"""Compiled re-rotation and mapping equals the eager way, which equals float64 (test_transform.py). FAULTS items 57, 59, 81."""
+
+import shutil
+from functools import partial
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from minips import Engine, EngineConfig, MergeOptions, Synthesizer, transform_compiled
+from minips.adapter import Adapter
+from minips.kv_cache import KVPool, Segment
+from minips.merge_kernels import MergeKernels
+from minips.pieces import Job
+from minips.rope import Rope
+from minips.transform import Transform
+from tests.support import LOGITS, U, branches_of, prompt_ids, relative_error, tiny_config, tiny_engine
+from tests.test_mapper import NAMES, SHAPES, SPACES, mapper_of, phi
+from tests.test_transform import WIDE, moved, peak_bytes, turned
+
+no_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPU")
+BACKENDS = pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=[pytest.mark.slow, no_compiler])])
+
+
+@pytest.fixture(autouse=True)
+def compiling(monkeypatch, request):
+    """Compilation by the test's `backend`, with room for one form of each function only."""
+    backend = getattr(request.node, "callspec", None) and request.node.callspec.params.get("backend") or "eager"
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    torch._dynamo.reset()
+    counters.clear()
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        yield
+    torch._dynamo.reset()
+
+
+def expected(rope, transform, job, slots, k, v, layer):
+    """K and V of a job in float64, moved and mapped."""
+    change, positions = transform.change, torch.arange(job.segment.start, job.segment.start + len(slots))
+    k, v = k[slots], v[slots]
+    k = turned(rope, k, job.delta - positions if change.bare else torch.full_like(positions, job.delta))
+    if change.maps_keys:
+        k = phi(change.mapper, "key", layer, k, change.coefficients, job.branch)
+        v = phi(change.mapper, "value", layer, v, change.coefficients, job.branch)
+    return turned(rope, k, positions) if change.bare else k, v
+
+
+@BACKENDS
+@pytest.mark.parametrize("space", SPACES)
+@pytest.mark.parametrize("shape", [{"kind": "none"}, *SHAPES], ids=["none", *NAMES])
+def test_runs_are_moved_and_mapped_as_in_float64(shape, space, backend):
+    kernels = MergeKernels(5)
+    mapper = mapper_of(0.1, tiny_config(**WIDE), key_space=space, **shape)
+    rope, transform, jobs, before, after = moved(mapper, torch.float32, kernels=kernels)
+    assert (kernels.calls > 0) != shape.get("per_head", False)
+    for job, slots in jobs:
+        for layer, ((k, v), (new_k, new_v)) in enumerate(zip(before, after)):
+            want_k, want_v = expected(rope, transform, job, slots, k, v, layer)
+            assert relative_error(new_k[slots], want_k) < 1e-5 and relative_error(new_v[slots], want_v) < 1e-5
+    touched = torch.cat([slots for _, slots in jobs])
+    for old, new in zip(before, after):
+        for one, two in zip(old, new):
+            rest = torch.ones(len(one), dtype=torch.bool).index_fill_(0, touched, False)
+            assert torch.equal(one[rest], two[rest])
+
+
+@BACKENDS
+@pytest.mark.parametrize("shortest", [1, 150, 1000])
+def test_normalize_by_runs_and_pieces_together(monkeypatch, shortest, backend):
+    """The second segment of the first branch (100 tokens) is a piece, the others are runs; then all are one or the other."""
+    monkeypatch.setattr(transform_compiled, "SHORTEST", shortest)
+    monkeypatch.setattr(transform_compiled, "LONGEST", 64)
+    kernels, mapper = MergeKernels(5), mapper_of(kind="normalize")
+    found = [moved(mapper, torch.float32, kernels=each)[-1] for each in (None, kernels)]
+    assert (kernels.calls > 0) == (shortest < 1000)
+    for (k, v), (other_k, other_v) in zip(*found):
+        assert relative_error(other_k, k) < 1e-5 and relative_error(other_v, v) < 1e-5
+
+
+@BACKENDS
+@pytest.mark.parametrize("kind, noise, most", [("none", 0, 1.01), ("affine", 0.1, 1.02), ("linear", 0.01, 1.05), ("linear", 0.03, 1.2), ("low_rank", 0.02, 1.2)])
+def test_bf16_is_mapped_nearly_as_exactly_as_it_is_rounded(kind, noise, most, backend):
+    kernels, mapper = MergeKernels(5), mapper_of(noise, tiny_config(**WIDE), kind=kind)
+    rope, transform, jobs, before, after = moved(mapper, torch.bfloat16, kernels=kernels)
+    assert kernels.calls > 0
+    for job, slots in jobs:
+        for layer, ((k, v), (new_k, new_v)) in enumerate(zip(before, after)):
+            for new, exact in zip((new_k, new_v), expected(rope, transform, job, slots, k, v, layer)):
+                rounding = (exact.bfloat16() - exact).norm()
+                assert (new[slots] - exact).norm() <= most * rounding + 1e-12
+
+
+def test_a_map_far_from_the_identity_stays_in_fp32():
+    """In bf16 products would lose digits: of keys or of values."""
+    for part in ("key_weight", "value_weight"):
+        mapper = mapper_of(0.01, tiny_config(**WIDE), kind="linear")
+        getattr(mapper, part)[3] *= 0.2
+        kernels = MergeKernels(5)
+        moved(mapper, torch.bfloat16, kernels=kernels)
+        assert kernels.calls == 0
+        moved(mapper, torch.float32, kernels=kernels)
+        assert kernels.calls > 0
+
+
+def test_a_part_that_is_the_identity_keeps_its_bits():
+    mapper = mapper_of(0.01, tiny_config(**WIDE), kind="linear")
+    mapper.value_weight[:], mapper.value_bias[:] = torch.eye(32), 0
+    _, _, _, before, after = moved(mapper, torch.bfloat16, kernels=MergeKernels(5))
+    assert all(torch.equal(v, new_v) and not torch.equal(k, new_k) for (k, v), (new_k, new_v) in zip(before, after))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_8_bit_caches_and_scattered_slots_are_left_to_the_eager_way(dtype):
+    config, kernels = tiny_config(), MergeKernels(2)
+    for pages, kind in ((range(1, 6), dtype), ([1, 3, 2, 5, 4], torch.float32)):
+        found = []
+        for each in (None, kernels):
+            pool = KVPool(2, 6, 16, 2, 16, kind)
+            for store in (*pool.keys, *pool.values):
+                for part in [store] if isinstance(store, torch.Tensor) else [store.codes, store.scales]:
+                    part.copy_(torch.arange(part.numel()).view(part.shape) % 50)
+            Transform(pool, Rope(config.rope, 16), kernels=each).apply([Job(Segment(list(pages), 80, 9), -3, 0)], {})
+            found.append([part.clone() for store in pool.keys for part in ([store] if isinstance(store, torch.Tensor) else [store.codes, store.scales])])
+        assert kernels.calls == 0 and all(torch.equal(a, b) for a, b in zip(*found))
+
+
+def compiled_and_eager(**settings):
+    base = tiny_engine(tiny_config(max_position_embeddings=1024))
+    settings = EngineConfig("cpu", "auto", "auto", 4, 4000, **settings)
+    return (Engine(base.model, base.config, settings=settings, compile=compile) for compile in (True, False))
+
+
+@BACKENDS
+@pytest.mark.parametrize("kind", ["none", "affine", "linear", "normalize"])
+def test_an_engine_answers_alike_and_compiles_once_for_all_lengths(kind, backend, capsys):  # FAULTS 57, 59
+    engine, eager = compiled_and_eager()
+    mapper = mapper_of(0.1, engine.config, kind=kind)
+    for lengths in ([64, 64, 64], [2, 16, 3], [33, 80, 200], [300, 31, 40]):  # heads, head_dim and each other among them
+        outs, found = [prompt_ids(n, seed=n) for n in lengths], []
+        for each in (engine, eager):
+            branches = branches_of(each, outs=outs)
+            synthesizer = Synthesizer(each, Adapter("test", mapper, None, MergeOptions()))
+            found.append(synthesizer.generate_from_caches(branches, U, LOGITS).logits)
+            assert each.check() and each.stats()["used_pages"] == 0
+        assert relative_error(*found) < 2e-5
+    assert engine.merge_kernels.calls > 0 and eager.merge_kernels is None
+    forms = {"normalize": 2}.get(kind, 1)
+    assert counters["stats"]["unique_graphs"] == forms + 1 and not counters["graph_break"]  # and the decoder layer
+    assert capsys.readouterr().err.count("compiling re-rotation and mapping") == forms
+
+
+@pytest.mark.slow
+@no_compiler
+@pytest.mark.parametrize("backend", ["inductor"])
+@pytest.mark.parametrize("m, tokens", [(4, 512), (2, 128), (8, 1024)])
+@pytest.mark.parametrize("kind", ["none", "affine", "linear", "low_rank", "normalize"])
+def test_compiled_merges_need_under_5_percent_of_the_branches_pages(kind, m, tokens, backend):
+    layers, heads, dim, page = 30, 3, 64, 16
+    config = tiny_config(num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads, hidden_size=192, head_dim=dim)
+    mapper, kernels, rope = mapper_of(0.01, config, kind=kind), MergeKernels(layers), Rope(config.rope, dim)
+    peaks = []
+    for _ in range(2):  # the first compiles
+        pool = KVPool(layers, m * tokens // page + 1, page, heads, dim, torch.bfloat16)
+        for tensor in (*pool.keys, *pool.values):
+            tensor.normal_()
+        jobs = [Job(Segment(pool.allocate(tokens // page), tokens, 40), -(20 + b), b) for b in range(m)]
+        transform = Transform(pool, rope, mapper, [tokens] * m, [tokens] * m, range(m), kernels)
+        peaks.append(peak_bytes(lambda: transform.apply(jobs, {})))
+    assert kernels.calls > 0 and peaks[1] < 0.05 * m * tokens * layers * 2 * heads * dim * 2
