@@ -42,6 +42,16 @@ STEPS = {  # name: (title, bench, arguments)
         "ttft",
         ["--lengths", "512,1536", "--methods", "parallel,official", "--mappers", KINDS, "--budget", "10"],
     ),
+    "mappers-compiled": (
+        "The same through compiled kernels",
+        "ttft",
+        ["--compile", "--lengths", "512,1536", "--methods", "parallel,official", "--mappers", KINDS, "--budget", "10"],
+    ),
+    "ttft-compiled": (
+        "Time to first token, compiled kernels",
+        "ttft",
+        ["--compile", "--lengths", "512,1024", "--methods", "parallel,text", "--budget", "40"],
+    ),
     "ttft-m": (
         "Time to first token by number of branches",
         "ttft",
@@ -71,6 +81,7 @@ STEPS = {  # name: (title, bench, arguments)
     "end-to-end": ("Workers and synthesis together", "end_to_end", ["--repeats", "2", "--budget", "120"]),
     "straggler": ("Workers of different lengths", "end_to_end", ["--spread", "0.5", "--worker-tokens", "64", "--repeats", "1"]),
     "memory": ("Memory", "memory", []),
+    "memory-compiled": ("Memory, compiled kernels", "memory", ["--compile"]),
 }
 EXTRA = {
     "ttft-1b": ("Time to first token, Llama-3.2-1B shapes", "ttft", ["--random", "1b", "--lengths", "256", "--no-rival"]),

@@ -28,13 +28,14 @@ def verdicts(found: dict[str, dict]) -> list[list[str]]:
 
 
 def ttft_rows(found: dict[str, dict]) -> Iterator[list[str]]:
-    for name in ("ttft", "ttft-2048", "ttft-4096"):
+    for name in ("ttft", "ttft-2048", "ttft-4096", "ttft-compiled"):
+        how = ", compiled" * name.endswith("compiled")
         for case in found.get(name, {}).get("cases", ()):
             marked = (case["m"], case["u"]) == (4, 128) and case["length"] in TTFT_MARKS and "parallel" in case["methods"]
             if marked and "text" in case["methods"]:
                 gain = median(case, "text") / median(case, "parallel")
                 yield row(
-                    f"TTFT text / parallel, 4 x {case['length']} (limit {case['limit']:.1f})", gain, TTFT_MARKS[case["length"]], "{:.1f}"
+                    f"TTFT text / parallel{how}, 4 x {case['length']} (limit {case['limit']:.1f})", gain, TTFT_MARKS[case["length"]], "{:.1f}"
                 )
             if {"text", "transformers"} <= set(case["methods"]):
                 ahead = median(case, "transformers") / median(case, "text")
@@ -42,9 +43,14 @@ def ttft_rows(found: dict[str, dict]) -> Iterator[list[str]]:
             if marked and "transformers" in case["methods"]:
                 gain = median(case, "transformers") / median(case, "parallel")
                 yield row(f"TTFT of the same text in transformers / parallel, 4 x {case['length']}", gain, TTFT_MARKS[case["length"]], "{:.1f}")
+    yield from pass_rows(found, "", ("ttft", "ttft-2048", "ttft-4096", "mappers", "ttft-m", "ttft-growth"))
+    yield from pass_rows(found, ", compiled", ("ttft-compiled", "mappers-compiled"))
+
+
+def pass_rows(found: dict[str, dict], how: str, names: tuple[str, ...]) -> Iterator[list[str]]:
     shares = [
         (statistics.median((turn["rerotate"] + turn["map"]) / turn["ttft"] for turn in one["warm"]), method, case)
-        for name in ("ttft", "ttft-2048", "ttft-4096", "mappers", "ttft-m", "ttft-growth")
+        for name in names
         for case in found.get(name, {}).get("cases", ())
         for method, one in case["methods"].items()
         if case["u"] >= 128 and case["m"] == 4 and (method.startswith("parallel") or method == "official")
@@ -52,7 +58,7 @@ def ttft_rows(found: dict[str, dict]) -> Iterator[list[str]]:
     if shares:
         share, method, case = max(shares, key=lambda entry: entry[0])
         where = f"{method}, {case['m']} x {case['length']}, u {case['u']}"
-        yield row(f"re-rotate + map in TTFT, m = 4, the largest ({where})", share, PASS_MARK, "{:.1%}", most=True)
+        yield row(f"re-rotate + map in TTFT{how}, m = 4, the largest ({where})", share, PASS_MARK, "{:.1%}", most=True)
 
 
 def decode_rows(found: dict[str, dict]) -> Iterator[list[str]]:
@@ -79,10 +85,11 @@ def other_rows(found: dict[str, dict]) -> Iterator[list[str]]:
     for case in found.get("end-to-end", {}).get("cases", ()):
         whole = {name: warm(one, "whole")["median"] for name, one in case["methods"].items()}
         yield row(f"end to end, sequential + text / parallel, m = {case['m']}", whole["sequential"] / whole["parallel"], END_TO_END_MARK)
-    if cases := found.get("memory", {}).get("cases"):
-        worst = max(cases, key=lambda case: case["peak"] / case["pages"])
-        where = f"{worst['mapper']}, {worst['m']} x {worst['length']}"
-        yield row(f"extra memory of the merge, the largest ({where})", worst["peak"] / worst["pages"], MEMORY_MARK, "{:.1%}", most=True)
+    for name, how in (("memory", ""), ("memory-compiled", ", compiled")):
+        if cases := found.get(name, {}).get("cases"):
+            worst = max(cases, key=lambda case: case["peak"] / case["pages"])
+            where = f"{worst['mapper']}, {worst['m']} x {worst['length']}"
+            yield row(f"extra memory of the merge{how}, the largest ({where})", worst["peak"] / worst["pages"], MEMORY_MARK, "{:.1%}", most=True)
     if data := found.get("decode-growth"):
         for what in ("pool", "page"):
             steps = [warm(one, "step")["median"] for one in data["growth"][what].values()]

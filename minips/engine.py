@@ -28,6 +28,8 @@ from .tokenizer import Tokenizer
 from .turns import Turns, in_turn
 from .weights import fingerprint, load_weights, resolve_device, resolve_dtype
 
+KEPT_POSITIONS = 16384  # whose rotation tables are kept from the start (4 to 8 MB); more, when they are used
+
 OnToken = Callable[[int, int | None, str], None]
 
 
@@ -73,7 +75,10 @@ class Engine:
             self.graphs = DecodeGraphs(self.pool, compile=compile)
         elif compile:
             self.graphs = CompiledSteps(self.pool)
-        self.merge_kernels = MergeKernels(config.num_hidden_layers) if compile and not on_cuda else None
+        self.merge_kernels: MergeKernels | None = None
+        if compile and not on_cuda:
+            self.merge_kernels = MergeKernels(config.num_hidden_layers)
+            model.rope.kept(0, min(config.max_position_embeddings, KEPT_POSITIONS))  # now, not in the first merge
         self.valid_vocab = min(config.vocab_size, tokenizer.vocab_size) if tokenizer is not None else config.vocab_size
         self.stop_ids = frozenset(tokenizer.eos_token_ids if tokenizer is not None else config.eos_token_ids)
         self.counters = dict.fromkeys(("prefilled_tokens", "decoded_tokens", "reused_tokens", "rerotated_tokens", "copied_tokens"), 0)

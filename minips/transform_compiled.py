@@ -15,7 +15,7 @@ from .merge_kernels import MergeKernels, Rotation
 from .pieces import Job
 from .rope import Rope
 
-SHORTEST, LONGEST = 32, 1024  # tokens: of a run from which it is worth a call, and of a call
+SHORTEST, LONGEST = 32, 4096  # tokens: of a run from which it is worth a call, and of a call
 
 
 def has_kernels(pool: KVPool, change: Change) -> bool:
