@@ -119,7 +119,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--dtype", help="auto (as stored), bfloat16, float16 or float32")
     add("--kv-dtype", help="of the KV cache: auto (as the weights), one of those, int8 or fp8")
     add("--quantize", choices=("none", "int8", "int4"), help="weights in fewer bits: faster steps (default: none)")
-    add("--compile", action="store_const", const=True, help="compile the decoder layer first (seconds), for faster steps")
+    add("--compile", action="store_const", const=True, help="compile the decoder layer and the merge first (seconds), for faster steps")
     add("--page-size", type=int, metavar="N", help="tokens a KV page")
     add("--max-kv-tokens", type=int, metavar="N", help="size of the KV cache in tokens (default: from free memory)")
     add("--json", action="store_true", help="print one JSON object instead of the answer")

@@ -15,8 +15,8 @@ from minips.pieces import Job
 from minips.rope import Rope
 from minips.transform import Transform
 from tests.support import LOGITS, U, branches_of, prompt_ids, relative_error, tiny_config, tiny_engine
-from tests.test_mapper import NAMES, SHAPES, SPACES, mapper_of, phi
-from tests.test_transform import WIDE, moved, peak_bytes, turned
+from tests.test_mapper import NAMES, SHAPES, SPACES, mapper_of
+from tests.test_transform import WIDE, check_all, expected, moved, peak_bytes
 
 no_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPU")
 BACKENDS = pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=[pytest.mark.slow, no_compiler])])
@@ -35,17 +35,6 @@ def compiling(monkeypatch, request):
     torch._dynamo.reset()
 
 
-def expected(rope, transform, job, slots, k, v, layer):
-    """K and V of a job in float64, moved and mapped."""
-    change, positions = transform.change, torch.arange(job.segment.start, job.segment.start + len(slots))
-    k, v = k[slots], v[slots]
-    k = turned(rope, k, job.delta - positions if change.bare else torch.full_like(positions, job.delta))
-    if change.maps_keys:
-        k = phi(change.mapper, "key", layer, k, change.coefficients, job.branch)
-        v = phi(change.mapper, "value", layer, v, change.coefficients, job.branch)
-    return turned(rope, k, positions) if change.bare else k, v
-
-
 @BACKENDS
 @pytest.mark.parametrize("space", SPACES)
 @pytest.mark.parametrize("shape", [{"kind": "none"}, *SHAPES], ids=["none", *NAMES])
@@ -54,15 +43,7 @@ def test_runs_are_moved_and_mapped_as_in_float64(shape, space, backend):
     mapper = mapper_of(0.1, tiny_config(**WIDE), key_space=space, **shape)
     rope, transform, jobs, before, after = moved(mapper, torch.float32, kernels=kernels)
     assert (kernels.calls > 0) != shape.get("per_head", False)
-    for job, slots in jobs:
-        for layer, ((k, v), (new_k, new_v)) in enumerate(zip(before, after)):
-            want_k, want_v = expected(rope, transform, job, slots, k, v, layer)
-            assert relative_error(new_k[slots], want_k) < 1e-5 and relative_error(new_v[slots], want_v) < 1e-5
-    touched = torch.cat([slots for _, slots in jobs])
-    for old, new in zip(before, after):
-        for one, two in zip(old, new):
-            rest = torch.ones(len(one), dtype=torch.bool).index_fill_(0, touched, False)
-            assert torch.equal(one[rest], two[rest])
+    check_all(rope, transform, jobs, before, after)
 
 
 @BACKENDS

@@ -56,28 +56,40 @@ def test_rows_with_a_common_part_equal_dense_attention(calls, dtype, tolerance, 
     assert (out.double() - expected).abs().max() < tolerance * expected.abs().max()
 
 
+class Rows:
+    """Decoding rows of these lengths at scattered slots of an otherwise junk-filled store, the last token of each still to be written."""
+
+    def __init__(self, lengths, dtype, heads=6, kv_heads=2, dim=16, page=4):
+        torch.manual_seed(0)
+        self.wide = torch.float32 if dtype == torch.int8 else dtype
+        stores = [new_store((sum(lengths) // page + 8, page, kv_heads, dim), dtype, mixed=True) for _ in range(2)]
+        for store in stores:
+            for part in parts_of(store):
+                part.fill_(101)
+        slots = torch.randperm(sum(lengths)) + page
+        self.k, self.v = (torch.randn(len(slots), kv_heads, dim).to(self.wide) for _ in range(2))
+        self.whose = torch.arange(len(slots)).split(lengths)
+        self.new = [int(mine[-1]) for mine in self.whose]
+        old = [index for index in range(len(slots)) if index not in self.new]
+        for store, x in zip(stores, (self.k, self.v)):
+            write(store, slots[old], x[old])
+        self.q = torch.randn(len(lengths), heads, dim).to(self.wide)
+        keys, values = stores
+        self.attend = GatherAttention([keys], [values], [AttentionRow(slots[mine], len(mine) - 1, 1) for mine in self.whose])
+
+    def check(self, tolerance):
+        found = self.attend(0, self.q, self.k[self.new], self.v[self.new])
+        expected = torch.cat([dense(self.q[i : i + 1], self.k[mine], self.v[mine]) for i, mine in enumerate(self.whose)])
+        assert found.dtype == self.wide and (found.double() - expected).abs().max() < tolerance * expected.abs().max()
+
+
 @pytest.mark.parametrize("at_once, sizes", [(4096, [3, 2, 2]), (130, [3, 2, 2]), (64, [2, 1, 2, 2])])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.bfloat16, 2e-2), (torch.int8, 5e-2)])
 def test_decoding_rows_of_about_one_length_are_attended_at_once(monkeypatch, at_once, sizes, dtype, tolerance):
     monkeypatch.setattr(attention, "ROWS_AT_ONCE", at_once)
-    torch.manual_seed(0)
-    lengths, heads, kv_heads, dim, page = [40, 33, 40, 200, 190, 7, 7], 6, 2, 16, 4
-    keys, values = (new_store((sum(lengths) // page + 8, page, kv_heads, dim), dtype, mixed=True) for _ in range(2))
-    wide = torch.float32 if dtype == torch.int8 else dtype
-    slots = torch.randperm(sum(lengths)) + page
-    k, v = (torch.randn(len(slots), kv_heads, dim).to(wide) for _ in range(2))
-    whose = torch.arange(len(slots)).split(lengths)
-    rows, new = [AttentionRow(slots[mine], len(mine) - 1, 1) for mine in whose], [int(mine[-1]) for mine in whose]
-    old = [index for index in range(len(slots)) if index not in new]
-    for part in (*parts_of(keys), *parts_of(values)):
-        part.fill_(101)  # junk where nothing was written
-    write(keys, slots[old], k[old])
-    write(values, slots[old], v[old])
-    q = torch.randn(len(rows), heads, dim).to(wide)
-    attend = GatherAttention([keys], [values], rows)
-    assert [group.last - group.first for group in attend.groups] == sizes
-    expected = torch.cat([dense(q[i : i + 1], k[mine], v[mine]) for i, mine in enumerate(whose)])
-    assert (attend(0, q, k[new], v[new]).double() - expected).abs().max() < tolerance * expected.abs().max()
+    rows = Rows([40, 33, 40, 200, 190, 7, 7], dtype)
+    assert [group.last - group.first for group in rows.attend.groups] == sizes
+    rows.check(tolerance)
 
 
 @pytest.mark.parametrize("length", [20, 21])
@@ -85,22 +97,9 @@ def test_decoding_rows_of_about_one_length_are_attended_at_once(monkeypatch, at_
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_long_decoding_row_is_attended_in_halves(monkeypatch, length, dtype, tolerance, alone):
     monkeypatch.setattr(attention, "SPLIT_FROM", 20)
-    torch.manual_seed(0)
-    lengths = [length] if alone else [3, length, 4]
-    keys, values = (new_store((20, 4, 2, 16), dtype, mixed=True) for _ in range(2))
-    wide = torch.float32 if dtype == torch.int8 else dtype
-    slots = torch.randperm(sum(lengths)) + 4
-    k, v = (torch.randn(len(slots), 2, 16).to(wide) for _ in range(2))
-    whose = torch.arange(len(slots)).split(lengths)
-    new = [int(mine[-1]) for mine in whose]
-    old = [index for index in range(len(slots)) if index not in new]
-    write(keys, slots[old], k[old])
-    write(values, slots[old], v[old])
-    q = torch.randn(len(lengths), 6, 16).to(wide)
-    attend = GatherAttention([keys], [values], [AttentionRow(slots[mine], len(mine) - 1, 1) for mine in whose])
-    assert [group.halves for group in attend.groups] == ([True] if alone else [False, True, False])
-    expected = torch.cat([dense(q[i : i + 1], k[mine], v[mine]) for i, mine in enumerate(whose)])
-    assert (attend(0, q, k[new], v[new]).double() - expected).abs().max() < tolerance * expected.abs().max()
+    rows = Rows([length] if alone else [3, length, 4], dtype)
+    assert [group.halves for group in rows.attend.groups] == ([True] if alone else [False, True, False])
+    rows.check(tolerance)
 
 
 def test_a_run_of_slots_is_read_as_a_view():

@@ -94,30 +94,36 @@ def turned(rope, keys, amounts):
     return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
 
 
-@pytest.mark.parametrize("most", [32, 1024])
-@pytest.mark.parametrize("space", SPACES)
-@pytest.mark.parametrize("shape", [{"kind": "none"}, *SHAPES], ids=["none", *NAMES])
-def test_all_pieces_and_layers_are_moved_and_mapped(monkeypatch, shape, space, most):
-    monkeypatch.setattr(pieces, "LARGEST", most)
-    mapper = mapper_of(0.1, tiny_config(**WIDE), key_space=space, **shape)
-    rope, transform, jobs, before, after = moved(mapper, torch.float32)
+def expected(rope, transform, job, slots, k, v, layer):
+    """K and V of a job in float64, moved and mapped."""
+    change, positions = transform.change, torch.arange(job.segment.start, job.segment.start + len(slots))
+    k, v = k[slots], v[slots]
+    k = turned(rope, k, job.delta - positions if change.bare else torch.full_like(positions, job.delta))
+    if change.maps_keys:
+        k = phi(change.mapper, "key", layer, k, change.coefficients, job.branch)
+        v = phi(change.mapper, "value", layer, v, change.coefficients, job.branch)
+    return turned(rope, k, positions) if change.bare else k, v
+
+
+def check_all(rope, transform, jobs, before, after):
+    """fp32 caches: every token of the jobs is as expected, and no other has changed a bit."""
     for job, slots in jobs:
-        positions = torch.arange(job.segment.start, job.segment.start + len(slots))
         for layer, ((k, v), (new_k, new_v)) in enumerate(zip(before, after)):
-            if shape["kind"] == "none":
-                k, v = turned(rope, k[slots], torch.full_like(positions, job.delta)), v[slots]
-            else:
-                bare = space == "unrotated"
-                k = turned(rope, k[slots], job.delta - positions if bare else torch.full_like(positions, job.delta))
-                k = phi(mapper, "key", layer, k, transform.change.coefficients, job.branch)
-                k = turned(rope, k, positions) if bare else k
-                v = phi(mapper, "value", layer, v[slots], transform.change.coefficients, job.branch)
-            assert relative_error(new_k[slots], k) < 1e-5 and relative_error(new_v[slots], v) < 1e-5
+            want_k, want_v = expected(rope, transform, job, slots, k, v, layer)
+            assert relative_error(new_k[slots], want_k) < 1e-5 and relative_error(new_v[slots], want_v) < 1e-5
     touched = torch.cat([slots for _, slots in jobs])
     for old, new in zip(before, after):
         for one, two in zip(old, new):
             rest = torch.ones(len(one), dtype=torch.bool).index_fill_(0, touched, False)
             assert torch.equal(one[rest], two[rest])
+
+
+@pytest.mark.parametrize("most", [32, 1024])
+@pytest.mark.parametrize("space", SPACES)
+@pytest.mark.parametrize("shape", [{"kind": "none"}, *SHAPES], ids=["none", *NAMES])
+def test_all_pieces_and_layers_are_moved_and_mapped(monkeypatch, shape, space, most):
+    monkeypatch.setattr(pieces, "LARGEST", most)
+    check_all(*moved(mapper_of(0.1, tiny_config(**WIDE), key_space=space, **shape), torch.float32))
 
 
 def rounded(mapper):
