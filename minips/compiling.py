@@ -11,11 +11,12 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType
 
 import torch
+from torch import Tensor
 
 from .errors import MinipsError
 from .hub import cache_folder
@@ -28,11 +29,11 @@ def require_compiler() -> None:
         raise MinipsError(f"compile: on a CPU it needs a C++ compiler, and {compiler} was not found; install it, or name another in CXX")
 
 
-def new_form(function: FunctionType, what: str, dynamic: bool | None) -> Callable:
+def new_form(function: FunctionType, what: str, dynamic: bool, varying: Callable[..., Iterable[Tensor]] | None = None) -> Callable:
     """A compiled form of `function`, for calls of one kind. Its first call compiles, which takes a while: a line on stderr says so of `what`.
 
-    dynamic: True where sizes may differ between calls, False where none does, None where those do that the first call's tensors mark, which
-    are one size if they are equal then.
+    dynamic: whether sizes may differ between calls. varying: of the arguments of a call those whose first size may differ where no other
+    does; it is the same size for all of them, and more than 1.
     """
     code = function.__code__.replace(co_name="compiled" + function.__name__)  # Dynamo keeps what it compiles with a function's code
     form = FunctionType(code, function.__globals__, code.co_name)
@@ -45,10 +46,12 @@ def new_form(function: FunctionType, what: str, dynamic: bool | None) -> Callabl
             return form(*arguments)
         from torch.fx.experimental import _config as sizes
 
+        for tensor in varying(*arguments) if varying is not None else ():
+            torch._dynamo.mark_dynamic(tensor, 0)
         print(f"compiling {what} ...", file=sys.stderr, flush=True)
         started = time.perf_counter()
         try:
-            one_size = dynamic is None  # else rows and KV heads that are equal at first need not stay so
+            one_size = varying is not None  # else rows and KV heads that are equal at first need not stay so
             with _lasting_cache(), sizes.patch(use_duck_shape=one_size), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of what Dynamo looks through: nothing that a user could change
                 result = form(*arguments)

@@ -26,7 +26,7 @@ class Rotation(NamedTuple):
 class MergeKernels:
     """The compiled forms of an engine. `at_once`: layers that a call takes. MinipsError where there is no C++ compiler.
 
-    keys, values of the methods: of that many layers, each [n, kv_heads, head_dim], changed in place; turn, place: the rotations of keys before
+    keys, values of the methods: of that many layers, each [n, kv_heads, head_dim] with n > 1, changed in place; turn, place: the rotations of keys before
     and behind their map, or None.
     """
 
@@ -67,14 +67,16 @@ class MergeKernels:
     def _call(
         self, function: Callable, keys: list[Tensor], values: list[Tensor], turn: Rotation, place: Rotation | None, *more: Tensor
     ) -> Tensor | None:
-        key = (function, len(turn.cos) == 1, place is None, *(part.dtype for part in more))
+        key = (function, len(turn.cos) == 1, place is None, *((part.dtype, part.shape) for part in more))
         if key not in self._forms:
-            self._forms[key] = new_form(function, "re-rotation and mapping", None)
-            for tensor in (*keys, *values, *turn[:2], *(place or ())[:2]):
-                if len(tensor) > 1:
-                    torch._dynamo.mark_dynamic(tensor, 0)
+            self._forms[key] = new_form(function, "re-rotation and mapping", False, _of_tokens)
         self.calls += 1
         return self._forms[key](keys, values, turn, place, *more)
+
+
+def _of_tokens(keys: list[Tensor], values: list[Tensor], turn: Rotation, place: Rotation | None, *more: Tensor) -> list[Tensor]:
+    """Arguments whose first size is the number of tokens."""
+    return [*keys, *values, *(turn[:2] if len(turn.cos) > 1 else ()), *(place[:2] if place is not None else ())]
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: Tensor) -> Tensor:

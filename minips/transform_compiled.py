@@ -43,10 +43,12 @@ class Run(NamedTuple):
 
     def cut(self, most: int) -> Iterator[Run]:
         """In parts of about the same number of tokens, at most `most` or `SHORTEST`."""
-        step = -(-self.count // -(-self.count // max(most, SHORTEST)))
-        for at in range(0, self.count, step):
-            slots = slice(self.slots.start + at, min(self.slots.start + at + step, self.slots.stop))
+        count, at = -(-self.count // max(most, SHORTEST)), 0
+        for part in range(count):
+            step = self.count // count + (part < self.count % count)
+            slots = slice(self.slots.start + at, self.slots.start + at + step)
             yield self._replace(slots=slots, first=self.first + at)
+            at += step
 
 
 class CompiledTransform:

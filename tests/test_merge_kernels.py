@@ -1,29 +1,32 @@
 """Compiled re-rotation and mapping equals the eager way, which equals float64 (test_transform.py). FAULTS items 57, 59, 81."""
 
 import shutil
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from minips import Engine, EngineConfig, MergeOptions, Synthesizer, transform_compiled
+from minips import Engine, EngineConfig, MergeOptions, Synthesizer, compiling, transform_compiled
 from minips.adapter import Adapter
 from minips.kv_cache import KVPool, Segment
 from minips.merge_kernels import MergeKernels
 from minips.pieces import Job
 from minips.rope import Rope
 from minips.transform import Transform
+from minips.transform_compiled import Run
 from tests.support import LOGITS, U, branches_of, prompt_ids, relative_error, tiny_config, tiny_engine
 from tests.test_mapper import NAMES, SHAPES, SPACES, mapper_of
 from tests.test_transform import WIDE, check_all, expected, moved, peak_bytes
 
 no_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPU")
+TRACED = pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, no_compiler])])  # shapes too
 BACKENDS = pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=[pytest.mark.slow, no_compiler])])
 
 
 @pytest.fixture(autouse=True)
-def compiling(monkeypatch, request):
+def compiled_by(monkeypatch, request):
     """Compilation by the test's `backend`, with room for one form of each function only."""
     backend = getattr(request.node, "callspec", None) and request.node.callspec.params.get("backend") or "eager"
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
@@ -129,6 +132,65 @@ def test_an_engine_answers_alike_and_compiles_once_for_all_lengths(kind, backend
     forms = {"normalize": 2}.get(kind, 1)
     assert counters["stats"]["unique_graphs"] == forms + 1 and not counters["graph_break"]  # and the decoder layer
     assert capsys.readouterr().err.count("compiling re-rotation and mapping") == forms
+
+
+# Forms are told apart by a key of ours, so each of these would silently be wrong, not refused
+
+
+@TRACED
+@pytest.mark.parametrize("order", [["affine", "normalize", "linear"], ["normalize", "linear", "affine"]], ids="-".join)
+def test_mappers_of_several_kinds_share_an_engine(order, backend):
+    """affine has one scale a layer, normalize one a channel: the same kernel otherwise."""
+    kernels = MergeKernels(5)
+    for kind in order:
+        mapper = mapper_of(0.1, tiny_config(**WIDE), kind=kind, key_space="unrotated")
+        found = [moved(mapper, torch.float32, kernels=each)[-1] for each in (None, kernels)]
+        for (k, v), (other_k, other_v) in zip(*found):
+            assert relative_error(other_k, k) < 1e-5 and relative_error(other_v, v) < 1e-5
+    assert len(kernels._forms) == 4  # normalize has two
+
+
+@TRACED
+def test_models_of_several_shapes_share_a_process(backend):
+    """Dynamo remembers sizes by the line of the code, and would take those that differ between models for one size that varies."""
+    mapper = mapper_of(0.1, tiny_config(**WIDE), kind="linear")
+    check_all(*moved(mapper, torch.float32, kernels=MergeKernels(5)))
+    for heads, dim in ((4, 64), (64, 8), (1, 32)):
+        config = tiny_config(num_hidden_layers=5, num_attention_heads=heads, num_key_value_heads=heads, hidden_size=heads * dim, head_dim=dim)
+        kernels = MergeKernels(5)
+        for _ in range(2):
+            check_all(*moved(mapper_of(0.1, config, kind="linear"), torch.float32, heads=heads, dim=dim, kernels=kernels))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager"])
+def test_a_first_call_that_was_interrupted_leaves_nothing_behind(monkeypatch, backend):
+    kernels, mapper = MergeKernels(5), mapper_of(0.1, tiny_config(**WIDE), kind="linear")
+
+    @contextmanager
+    def interrupted():
+        raise KeyboardInterrupt
+        yield
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(compiling, "_lasting_cache", interrupted)
+        moved(mapper, torch.float32, kernels=kernels)
+    for longest in (64, 50, 4096):
+        monkeypatch.setattr(transform_compiled, "LONGEST", longest)
+        check_all(*moved(mapper, torch.float32, kernels=kernels))
+
+
+@pytest.mark.parametrize("count", [32, 33, 63, 64, 65, 97, 993, 2000])
+@pytest.mark.parametrize("most", [1, 32, 40, 500, 4096])
+def test_a_run_is_cut_evenly(count, most):
+    """No part has one token, of which kernels would be others."""
+    parts = list(Run(3, slice(7, 7 + count), 40, -5).cut(most))
+    sizes = [part.count for part in parts]
+    assert sum(sizes) == count and max(sizes) <= max(most, 32) and min(sizes) >= 16 and max(sizes) - min(sizes) <= 1
+    assert [(part.slots.start, part.first) for part in parts] == [(7 + sum(sizes[:i]), 40 + sum(sizes[:i])) for i in range(len(parts))]
+    assert all((part.branch, part.delta) == (3, -5) for part in parts)
+
+
+# Memory
 
 
 @pytest.mark.slow
