@@ -28,7 +28,7 @@ from .tokenizer import Tokenizer
 from .turns import Turns, in_turn
 from .weights import fingerprint, load_weights, resolve_device, resolve_dtype
 
-KEPT_POSITIONS = 16384  # whose rotation tables are kept from the start (4 to 8 MB); more, when they are used
+KEPT_POSITIONS = 131072  # whose rotation tables are kept for compiled merges from the start, at most (2 MB for 8192, 64 MB for as many)
 
 OnToken = Callable[[int, int | None, str], None]
 

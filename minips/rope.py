@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .config import RopeConfig
 
-MIN_KEPT = 1024  # positions
+BLOCK = 1024  # positions by which kept tables grow
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
@@ -33,7 +33,7 @@ class Rope:
     def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device | str = "cpu"):
         self.inv_freq = inverse_frequencies(rope, head_dim).to(device)
         self._frequencies = self.inv_freq.double()
-        self._kept = self.tables(torch.empty(0, device=device))
+        self._kept = self._halves(0, 0)
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions int [T] -> cos and signed sin, fp32 [T, 1, head_dim] (broadcast over heads): (cos, cos) and (-sin, sin). A negated
@@ -46,12 +46,19 @@ class Rope:
 
     def kept(self, first: int, count: int) -> tuple[Tensor, Tensor]:
         """cos and sin of positions `first` on, fp32 [count, 1, 1, head_dim / 2]: rows of tables that are kept from call to call."""
+        if count == 1:
+            return self._halves(first, 1)
         if first + count > len(self._kept[0]):
-            half = len(self.inv_freq)
-            rows = torch.arange(max(MIN_KEPT, 1 << (first + count - 1).bit_length()), device=self.inv_freq.device)
-            self._kept = tuple(part[..., half:].clone() for part in self.tables(rows))
-        cos, sin = (part[first : first + count, None] for part in self._kept)
+            rows = -(-max(first + count, 2 * len(self._kept[0])) // BLOCK) * BLOCK
+            blocks = [self._kept, *(self._halves(start, BLOCK) for start in range(len(self._kept[0]), rows, BLOCK))]
+            self._kept = tuple(torch.cat(parts) for parts in zip(*blocks))
+        cos, sin = (part[first : first + count] for part in self._kept)
         return cos, sin
+
+    def _halves(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+        cos, sin = self.tables(torch.arange(first, first + count, device=self.inv_freq.device))
+        half = len(self.inv_freq)
+        return cos[:, None, :, half:].clone(), sin[:, None, :, half:].clone()
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

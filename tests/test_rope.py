@@ -109,3 +109,14 @@ def test_scaling_spellings_agree():  # FAULTS 9, the numbers
     frequencies = [inverse_frequencies(config.rope, 64) for config in (*old, new)]
     assert all(torch.equal(frequencies[0], other) for other in frequencies)
     assert ModelConfig.from_dict({**base, "rope_scaling": None}).rope.type == "default"
+
+
+@pytest.mark.parametrize("calls", [[(0, 3), (5, 2000), (1020, 8)], [(4000, 2), (0, 5000)], [(131071, 1), (7, 1), (0, 2)]])
+def test_kept_tables_are_rows_of_the_plain_ones(calls):
+    """However they grow; one row is made alone, so that a far move does not make all tables up to it."""
+    rope = Rope(RopeConfig(), 16)
+    for first, count in calls:
+        cos, sin = rope.tables(torch.arange(first, first + count))
+        found = rope.kept(first, count)
+        assert torch.equal(found[0][:, 0], cos[..., 8:]) and torch.equal(found[1][:, 0], sin[..., 8:])
+    assert len(rope._kept[0]) < 9000
