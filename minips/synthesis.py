@@ -22,6 +22,7 @@ from .merge import apply_plan, plan_merge
 from .prompts import Prompt
 from .results import Result, Scores, TextStream, WorkerOutput
 from .sampling import params_for
+from .transform import compile_ahead
 from .turns import in_turn
 
 
@@ -83,8 +84,6 @@ class Synthesizer:
             raise MinipsError(f"Synthesizer: options is {type(options).__name__}, expected MergeOptions or a dict of its fields")
         self.options = options if isinstance(options, MergeOptions) else own.changed(options or {})
         self.adapter, self.mapper = adapter, adapter.mapper if adapter is not None else None
-        if self.mapper is not None:
-            increments_for(engine.pool, self.mapper)  # now, not in the first merge
         if self.mapper is not None and self.mapper.config.key_space == "rotated" and self.options.anchor == "free":
             raise MinipsError(
                 "MergeOptions: anchor 'free' cannot be combined with a mapper of rotated keys, which depends on where they stand; "
@@ -95,6 +94,10 @@ class Synthesizer:
         if declared and engine.folder is not None and declared != engine.folder.resolve().name.lower():
             warnings.warn(f"the adapter was made for {brief(declared)}, the model is {engine.folder.name!r}", stacklevel=2)
         self.rope = engine.model.rope
+        if self.mapper is not None:
+            increments_for(engine.pool, self.mapper)  # now, not in the first merge
+        if engine.merge_kernels is not None:
+            compile_ahead(engine.pool, self.rope, self.mapper, engine.merge_kernels)
         self.model = fold(engine.model, lora) if lora is not None else engine.model
         self.valid_vocab = min(engine.valid_vocab, lora.base_rows or engine.valid_vocab) if lora is not None else engine.valid_vocab
 

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from .change import Change
 from .kv_cache import KVPool, Segment
+from .kv_storage import parts
 from .mapper import CacheMapper, Coefficients
 from .merge_kernels import MergeKernels
 from .pieces import Job
 from .rope import Rope
-from .transform_compiled import CompiledTransform, has_kernels
+from .transform_compiled import SHORTEST, CompiledTransform, has_kernels
 from .transform_eager import EagerTransform
 
 SHARE = 0.046  # of the branches' pages: what temporaries may take
@@ -102,6 +103,18 @@ def _combine(statistics: Tensor, seen: int, mean: Tensor, variance: Tensor, coun
     delta = mean - statistics[0]
     statistics[1] = (statistics[1] * seen + variance * count + delta.square() * (seen * count / total)) / total
     statistics[0] += delta * (count / total)
+
+
+def compile_ahead(pool: KVPool, rope: Rope, mapper: CacheMapper | None, kernels: MergeKernels) -> None:
+    """Compile what merges with this mapper will call, by a merge of two short branches in a pool of their own."""
+    _, page_size, *shape = pool.keys[0].shape
+    pages = -(-SHORTEST // page_size)
+    scratch = KVPool(len(pool.keys), 1 + 2 * pages, page_size, *shape, pool.keys[0].dtype, pool.device)
+    for part in (part for store in (*scratch.keys, *scratch.values) for part in parts(store)):
+        part.zero_()
+    jobs = [Job(Segment(scratch.allocate(pages), SHORTEST, 1), 1, branch) for branch in range(2)]
+    counts = [SHORTEST, SHORTEST]
+    Transform(scratch, rope, mapper, counts, counts, range(2), kernels).apply(jobs, {})
 
 
 def rerotate(pool: KVPool, rope: Rope, segment: Segment, *deltas: int) -> None:

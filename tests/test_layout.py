@@ -23,7 +23,7 @@ SAME_LAYER = {
     ("engine", "branch_files"), ("branch_files", "engine"),
     ("opening", "prompts"), ("engine", "opening"),
     ("answering", "engine"), ("opening", "engine"),  # for type checkers only
-    ("synthesis", "merge"), ("merge", "transform"), ("synthesis", "change"), ("transform", "change"), ("transform", "transform_eager"), ("transform", "transform_compiled"), ("transform_eager", "change"), ("transform_eager", "pieces"),
+    ("synthesis", "merge"), ("merge", "transform"), ("synthesis", "change"), ("synthesis", "transform"), ("transform", "change"), ("transform", "transform_eager"), ("transform", "transform_compiled"), ("transform_eager", "change"), ("transform_eager", "pieces"),
     ("transform_compiled", "change"), ("transform_compiled", "pieces"), ("transform", "pieces"), ("lora", "model"), ("quantize", "model"),
     ("screen", "screen_live"), ("screen_live", "screen"), ("workflow", "workflow_checks"), ("running", "screen"), ("running", "workflow"),
     ("train", "adapters"), ("record", "running"), ("record", "workflow"), ("record", "workflow_checks"), ("chat_loop", "screen"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from minips import Engine, EngineConfig, MergeOptions, Synthesizer, compiling, transform_compiled
+from minips import Engine, EngineConfig, MergeOptions, MinipsError, Synthesizer, compiling, transform_compiled
 from minips.adapter import Adapter
 from minips.kv_cache import KVPool, Segment
 from minips.merge_kernels import MergeKernels
@@ -132,6 +132,30 @@ def test_an_engine_answers_alike_and_compiles_once_for_all_lengths(kind, backend
     forms = {"normalize": 2}.get(kind, 1)
     assert counters["stats"]["unique_graphs"] == forms + 1 and not counters["graph_break"]  # and the decoder layer
     assert capsys.readouterr().err.count("compiling re-rotation and mapping") == forms
+
+
+@pytest.mark.parametrize("kind, space", [("normalize", None), *((kind, space) for kind in ("none", "affine", "linear") for space in SPACES)])
+def test_a_synthesizer_compiles_before_its_first_merge(kind, space, capsys):
+    engine, _ = compiled_and_eager()
+    mapper = mapper_of(0.1, engine.config, kind=kind, key_space=space)
+    synthesizer = Synthesizer(engine, Adapter("test", mapper, None, MergeOptions()))
+    forms, said = len(engine.merge_kernels._forms), capsys.readouterr().err
+    assert forms == said.count("compiling re-rotation and mapping") > 0 and engine.stats()["used_pages"] == 0
+    synthesizer.merge(branches_of(engine, outs=[prompt_ids(n) for n in (40, 70, 33)])).close()
+    assert len(engine.merge_kernels._forms) == forms and "re-rotation" not in capsys.readouterr().err
+
+
+def test_a_merge_that_cannot_be_compiled_is_one_line_before_any_branch_is_touched(monkeypatch):
+    engine, _ = compiled_and_eager()
+    branches = branches_of(engine, outs=[prompt_ids(n) for n in (40, 70, 33)])
+
+    def broken(*_, **__):
+        raise torch._dynamo.exc.TorchDynamoException("no such\ninstruction")
+
+    monkeypatch.setattr(compiling.torch, "compile", lambda *_, **__: broken)
+    with pytest.raises(MinipsError, match="^compile: no such instruction$"):
+        Synthesizer(engine)
+    assert not any(branch.closed for branch in branches) and engine.check()
 
 
 # Forms are told apart by a key of ours, so each of these would silently be wrong, not refused
