@@ -72,15 +72,9 @@ def silent_stderr() -> Iterator[None]:
 
 
 def measure_case(subject: Subject, kind: str, m: int, length: int, saved: Path) -> dict:
-    """One merge, not the first (which may compile); pages: what the branches' outputs stand on, in bytes."""
+    """One merge; pages: what the branches' outputs stand on, in bytes."""
     engine = subject.engine
     synthesizer = synthesizer_of(subject, kind, "minips")
-    branches = engine.load_branches(saved)
-    try:
-        synthesizer.merge(branches).close()
-    finally:
-        for branch in branches:
-            branch.close()
     branches = engine.load_branches(saved)
     pages = sum(len(branch.segments[-1].pages) for branch in branches) * engine.pool.page_size * engine.kv_bytes_per_token
     copied, contexts = engine.counters["copied_tokens"], []

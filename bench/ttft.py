@@ -227,8 +227,9 @@ def report(data: dict) -> str:
     head += ["text GFLOP/s", "parallel GFLOP/s", "parallel GB/s"]
     loads = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in model["load_s"].items())
     first = ", ".join(f"{name} {ms(found['cold']['ttft'])} ms" for name, found in cases[0]["methods"].items())
+    how = model["dtype"] + ", ours compiled" * data["arguments"].get("compile", False)
     lines = [
-        f"{model['name']}, {model['dtype']}{', ours compiled' * data['arguments'].get('compile', False)}, mapper of parallel: {data['arguments']['mappers'][0]}. {machine_line(data['machine'])}.",
+        f"{model['name']}, {how}, mapper of parallel: {data['arguments']['mappers'][0]}. {machine_line(data['machine'])}.",
         f"Loaded: {loads}. The very first calls of the process: {first}.\n",
     ]
     if any("text" in case["methods"] for case in cases):

@@ -1,7 +1,7 @@
 """Re-rotation and mapping through compiled kernels: each reads a run of stored K and V and writes it back, with nothing but matrix
 products in between.
 
-On a CPU, for tokens that stand in one run of slots of a float cache; `transform.py` does the rest, and is what these are compared with.
+On a CPU, for tokens that stand in one run of slots of a float cache; `transform_eager.py` does the rest, and is what these are compared with.
 """
 
 from __future__ import annotations

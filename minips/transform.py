@@ -112,9 +112,10 @@ def compile_ahead(pool: KVPool, rope: Rope, mapper: CacheMapper | None, kernels:
     scratch = KVPool(len(pool.keys), 1 + 2 * pages, page_size, *shape, pool.keys[0].dtype, pool.device)
     for part in (part for store in (*scratch.keys, *scratch.values) for part in parts(store)):
         part.zero_()
-    jobs = [Job(Segment(scratch.allocate(pages), SHORTEST, 1), 1, branch) for branch in range(2)]
     counts = [SHORTEST, SHORTEST]
-    Transform(scratch, rope, mapper, counts, counts, range(2), kernels).apply(jobs, {})
+    transform = Transform(scratch, rope, mapper, counts, counts, range(2), kernels)
+    if transform.kernels is not None:
+        transform.apply([Job(Segment(scratch.allocate(pages), SHORTEST, 1), 1, branch) for branch in range(2)], {})
 
 
 def rerotate(pool: KVPool, rope: Rope, segment: Segment, *deltas: int) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from .change import Change
 from .kv_cache import KVPool
 from .kv_storage import Store, read, write
-from .pieces import Job, Map, Pieces
+from .pieces import Job, Map, Piece, Pieces
 from .rope import Rope, apply_rope
 
 
@@ -31,14 +31,14 @@ class EagerTransform:
         for piece in self.pieces:
             for some in self.pieces.layers(piece, layers):
                 if piece.move is not None:
-                    x = self._read(self.pool.keys, some, piece.run)
+                    x = self._read(self.pool.keys, some, piece)
                     for step in piece.move.steps:  # each lets go of what it was given, so there are two copies at a time
                         x = step(some, x)
                     self._write(self.pool.keys, some, piece.run, x)
                 if self.change.maps_values and self.change.by_increments:
                     self._add_increments(some, piece.run)
                 elif self.change.maps_values:
-                    x = self._read(self.pool.values, some, piece.run)
+                    x = self._read(self.pool.values, some, piece)
                     x = self.change.map("value", some, x, piece.branch)
                     self._write(self.pool.values, some, piece.run, x)
 
@@ -48,8 +48,8 @@ class EagerTransform:
         for piece in self.pieces:
             parts = []
             for some in self.pieces.layers(piece, layers):
-                keys = _mean_and_variance(apply_rope(self._read(self.pool.keys, some, piece.run), *piece.move.turn))
-                parts.append(torch.stack((keys, _mean_and_variance(self._read(self.pool.values, some, piece.run))), 1))
+                keys = _mean_and_variance(apply_rope(self._read(self.pool.keys, some, piece), *piece.move.turn))
+                parts.append(torch.stack((keys, _mean_and_variance(self._read(self.pool.values, some, piece))), 1))
             yield piece.branch, piece.count, torch.cat(parts, 2)
 
     def _mapped_keys(self, branch: int) -> Map:
@@ -64,14 +64,13 @@ class EagerTransform:
             if not isinstance(run, slice):
                 write(store, run, x)
 
-    def _read(self, stores: list[Store], layers: slice, run: Tensor | slice) -> Tensor:
+    def _read(self, stores: list[Store], layers: slice, piece: Piece) -> Tensor:
         """fp32 [layers, n, kv_heads, head_dim]."""
         if layers.stop - layers.start == 1:
-            return read(stores[layers.start], run, torch.float32)[None]
-        count = run.stop - run.start if isinstance(run, slice) else len(run)
-        x = torch.empty(layers.stop - layers.start, count, *stores[0].shape[2:], device=self.pool.device)
+            return read(stores[layers.start], piece.run, torch.float32)[None]
+        x = torch.empty(layers.stop - layers.start, piece.count, *stores[0].shape[2:], device=self.pool.device)
         for at, layer in enumerate(stores[layers]):
-            x[at] = read(layer, run, layer.dtype) if isinstance(layer, Tensor) else read(layer, run, torch.float32)
+            x[at] = read(layer, piece.run, layer.dtype if isinstance(layer, Tensor) else torch.float32)
         return x
 
     def _write(self, stores: list[Store], layers: slice, run: Tensor | slice, x: Tensor) -> None:
