@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .config import MergeOptions, ModelConfig
-from .errors import MinipsError, brief, in_one_line
+from .errors import MinipsError, brief, in_one_line, refuse_unknown
 from .files import write_folder, write_json
 from .lora import LoraAdapter, read_lora
 from .mapper import CacheMapper, MapperConfig
@@ -136,8 +136,7 @@ def read_info(place: Path) -> tuple[dict, MapperConfig | None, MergeOptions]:
         raise MinipsError(f"{path}: vocab_rows is {brief(rows)}, expected a positive integer or null")
     fields = info.get("mapper") or None
     try:
-        if unknown := set(fields or {}) - set(MapperConfig.__dataclass_fields__):
-            raise MinipsError(f"mapper has unknown fields {brief(sorted(unknown))}")
+        refuse_unknown(fields or {}, list(MapperConfig.__dataclass_fields__), "mapper")
         return info, MapperConfig(**fields) if fields else None, MergeOptions.from_dict(info.get("merge_options") or {})
     except MinipsError as error:
         raise MinipsError(f"{path}: {error}") from None

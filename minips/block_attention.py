@@ -39,8 +39,9 @@ def causal_in_blocks(q: Tensor, keys: Tensor, values: Tensor, triangle: Tensor) 
     further maximum. What is taken off does not matter; of 1 key in 16 it is mostly close enough, and where it is not, the scores are
     computed again: twice, where they are so large that what is read off the first time is coarse too.
     """
-    scale, (kv_heads, length, dim), size = q.shape[-1] ** -0.5, keys.shape, triangle.shape[1]
-    turned = torch.cat((keys, keys.new_ones(1, 1, 1).expand(kv_heads, length, 2)), -1).transpose(1, 2)
+    scale, (kv_heads, length, dim), size = math.log2(math.e) * q.shape[-1] ** -0.5, keys.shape, triangle.shape[1]
+    wider = keys.new_empty(kv_heads, length, dim + 2)  # filled in half the time of cat
+    wider[..., :dim], wider[..., dim:] = keys, 1
     out, room = torch.empty_like(q), q.new_empty(len(triangle) * length)
     for first in range(0, len(q), size):
         tokens = q[first : first + size]
@@ -56,9 +57,9 @@ def causal_in_blocks(q: Tensor, keys: Tensor, values: Tensor, triangle: Tensor) 
         weights, totals = room[: rows * end].view(rows, end), q.new_empty(kv_heads, rows, 1, dtype=torch.float32)
         found = torch.empty_like(queries[..., :dim])
         for head, total in enumerate(totals):
-            product = partial(torch.addmm, weights, queries[head], turned[head, :, :end], beta=0, alpha=scale, out=weights)
+            product = partial(torch.addmm, weights, queries[head], wider[head, :end].T, beta=0, alpha=scale, out=weights)
             for last in (False, False, True):
-                _exponentials(product(), own, total)
+                _powers(product(), own, total)
                 least, most = (float(bound) for bound in torch.aminmax(total))
                 if last or least >= SUM_NEAR and (most <= SUM_FAR or float(weights.max()) <= SUM_FAR):
                     break
@@ -71,7 +72,7 @@ def causal_in_blocks(q: Tensor, keys: Tensor, values: Tensor, triangle: Tensor) 
     return out
 
 
-def _exponentials(scores: Tensor, own: Tensor, total: Tensor) -> None:
-    """Add `own` to the last of the scores [n, length] and take their exponentials, in place; their sums go to total fp32 [n, 1]."""
+def _powers(scores: Tensor, own: Tensor, total: Tensor) -> None:
+    """Add `own` to the last of the scores [n, length] and take their powers of 2 (faster than those of e), in place; the sums go to total fp32 [n, 1]."""
     scores[:, -own.shape[1] :] += own
-    torch.sum(scores.exp_(), -1, keepdim=True, dtype=torch.float32, out=total)
+    torch.sum(scores.exp2_(), -1, keepdim=True, dtype=torch.float32, out=total)

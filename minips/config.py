@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from .errors import MinipsError, brief, in_one_line
+from .errors import MinipsError, brief, in_one_line, refuse_unknown
 from .reading import is_integer, read_json
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -320,10 +320,7 @@ class MergeOptions:
     @classmethod
     def from_dict(cls, data: dict) -> MergeOptions:
         """Options by name; unknown names are refused."""
-        known = {field.name for field in fields(cls)}
-        for key in data:
-            if key not in known:
-                raise MinipsError(f"MergeOptions: unknown option {brief(key)}; known: {', '.join(sorted(known))}")
+        refuse_unknown(data, [field.name for field in fields(cls)], "MergeOptions", "option")
         return cls(**data)
 
     def changed(self, data: dict) -> MergeOptions:

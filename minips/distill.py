@@ -22,7 +22,7 @@ from .command import command
 from .config import DEFAULT_MODEL, SamplingParams
 from .corpus.mixture import load_mixture, read_examples
 from .engine import Engine
-from .errors import MinipsError, RoomError, brief
+from .errors import MinipsError, RoomError, brief, refuse_unknown
 from .reading import is_integer, read_json
 from .training.encoding import Example, as_text, ids_of, text_of
 
@@ -59,9 +59,8 @@ class DistillConfig:
 
     @classmethod
     def from_file(cls, path: str | Path) -> DistillConfig:
-        data, known = read_json(Path(path)), [entry.name for entry in fields(cls)]
-        if unknown := [name for name in data if name not in known]:
-            raise MinipsError(f"{path}: unknown field {brief(unknown[0])}; known: {', '.join(known)}")
+        data = read_json(Path(path))
+        refuse_unknown(data, [entry.name for entry in fields(cls)], path)
         return cls(**{"data": (), **data})
 
 

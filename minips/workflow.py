@@ -7,7 +7,6 @@ described in `minips/examples/workflow.schema.json`.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import secrets
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from .chat import default_prompt
 from .config import DEFAULT_MODEL, MergeOptions, SamplingParams
-from .errors import MinipsError, brief
+from .errors import MinipsError, brief, guess
 from .shipped import shipped_adapter
 from .workflow_checks import (
     ENGINE_FIELDS,
@@ -88,11 +87,9 @@ def read_workflow(name: str) -> tuple[dict, str]:
         with open(Path(name).expanduser(), "rb") as file:
             content = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        close = difflib.get_close_matches(name, example_names(), 1, 0.5)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise MinipsError(
-            f"--workflow {brief(name)}: no such file, and no packaged example; {hint}packaged: {', '.join(example_names())}"
-        ) from None
+        known = example_names()
+        hint = guess(name, known)
+        raise MinipsError(f"--workflow {brief(name)}: no such file, and no packaged example; {hint}packaged: {', '.join(known)}") from None
     except (OSError, ValueError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise MinipsError(f"--workflow {brief(name)}: cannot be read ({reason}), expected a JSON file or a packaged example") from None

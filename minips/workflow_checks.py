@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -16,7 +15,7 @@ from .config import (
     MergeOptions,
     SamplingParams,
 )
-from .errors import MinipsError, brief
+from .errors import MinipsError, brief, guess, refuse_unknown
 from .reading import is_integer
 
 MAX_WORKERS = 65536
@@ -59,11 +58,7 @@ def shown(value: object) -> str:
 def check_object(value: object, where: str, known: Sequence[str] | dict) -> dict:
     if not isinstance(value, dict):
         fail(where, value, "an object")
-    for key in value:
-        if key not in known:
-            close = difflib.get_close_matches(key, known, 1, 0.5)
-            hint = f"did you mean {close[0]!r}? " if close else ""
-            raise MinipsError(f"{where}: unknown field {brief(key, 60)}; {hint}known: {', '.join(known)}")
+    refuse_unknown(value, known, where)
     return value
 
 
@@ -100,8 +95,8 @@ def check_prompt(value: object, where: str, first: bool = False, empty: bool = T
             at = f"{where}[{index}]"
             check_object(message, at, MESSAGE_FIELDS)
             if message.get("role") not in ROLES:
-                close = difflib.get_close_matches(str(message.get("role")), ROLES, 1, 0.5)
-                fail(f"{at}.role", message.get("role"), f"one of {', '.join(ROLES)}" + (f"; did you mean {close[0]!r}?" if close else ""))
+                hint = guess(message.get("role"), ROLES).rstrip()
+                fail(f"{at}.role", message.get("role"), f"one of {', '.join(ROLES)}" + (f"; {hint}" if hint else ""))
             check_text(message.get("content"), f"{at}.content")
             if message["role"] == "system" and not (first and index == 0):
                 fail(f"{at}.role", "system", "another role: only the first message of the prefix may be a system message")

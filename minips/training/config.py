@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from ..config import DEFAULT_MODEL, MergeOptions
-from ..errors import MinipsError, brief
+from ..errors import MinipsError, brief, refuse_unknown
 from ..lora import TARGETS
 from ..mapper import MapperConfig
 from ..reading import is_integer, read_json
@@ -125,10 +125,7 @@ class TrainConfig:
     @classmethod
     def from_dict(cls, data: dict, where: str = "training") -> TrainConfig:
         """Fields by name; unknown ones are refused."""
-        known = [entry.name for entry in fields(cls)]
-        for name in data:
-            if name not in known:
-                raise MinipsError(f"{where}: unknown field {brief(name)}; known: {', '.join(known)}")
+        refuse_unknown(data, [entry.name for entry in fields(cls)], where)
         return cls(**data)
 
     @classmethod
