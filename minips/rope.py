@@ -45,7 +45,7 @@ class Rope:
 
 
     def kept(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of positions `first` on, fp32 [count, 1, 1, head_dim / 2]: rows of tables that are kept from call to call."""
+        """cos and sin of positions `first` on, fp32 [count, 1, head_dim / 2]: rows of tables that are kept from call to call."""
         if count == 1:
             return self._halves(first, 1)
         if first + count > len(self._kept[0]):
@@ -58,7 +58,7 @@ class Rope:
     def _halves(self, first: int, count: int) -> tuple[Tensor, Tensor]:
         cos, sin = self.tables(torch.arange(first, first + count, device=self.inv_freq.device))
         half = len(self.inv_freq)
-        return cos[:, None, :, half:].clone(), sin[:, None, :, half:].clone()
+        return cos[..., half:].clone(), sin[..., half:].clone()
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

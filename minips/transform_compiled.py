@@ -11,7 +11,7 @@ from torch import Tensor
 from .change import Change
 from .kv_cache import KVPool
 from .kv_storage import as_run
-from .merge_kernels import MergeKernels, Rotation
+from .merge_kernels import MergeKernels, Tables
 from .pieces import Job
 from .rope import Rope
 
@@ -56,7 +56,7 @@ class CompiledTransform:
 
     def __init__(self, pool: KVPool, rope: Rope, change: Change, kernels: MergeKernels, jobs: Sequence[Job], room: int):
         self.pool, self.rope, self.change, self.kernels, self.at_once = pool, rope, change, kernels, kernels.at_once
-        bytes_each = kernels.room(pool.keys[0].dtype, change.increments is not None) * pool.keys[0].shape[2:].numel()
+        bytes_each = kernels.room(pool.keys[0].dtype) * pool.keys[0].shape[2:].numel()
         most = min(LONGEST, room // (bytes_each * kernels.at_once))
         self.runs: list[Run] = []
         self.rest: list[Job] = []
@@ -71,20 +71,20 @@ class CompiledTransform:
         """Move and map keys, map values."""
         change, kernels = self.change, self.kernels
         for run in self.runs:
-            turn, place = self._rotations(run)
+            turn, place, move = self._rotations(run)
             for some in self._layers(layers):
                 keys, values = self._views(some, run.slots)
                 if not change.maps_keys:
                     kernels.turn(keys, turn)
                 elif change.coefficients is None:
-                    kernels.multiply(keys, values, turn, place, change.increments.weight[:, some], change.increments.bias[:, some])
+                    kernels.multiply(keys, values, turn, place, move, change.increments.weight[:, some], change.increments.bias[:, some])
                 else:
                     kernels.scale(keys, values, turn, place, change.scales_and_shifts(some, run.branch))
 
     def statistics(self, layers: range) -> Iterator[tuple[int, int, Tensor]]:
         """As `EagerTransform.statistics`, of each run."""
         for run in self.runs:
-            turn, _ = self._rotations(run)
+            turn, *_ = self._rotations(run)
             parts = [self.kernels.statistics(*self._views(some, run.slots), turn) for some in self._layers(layers)]
             yield run.branch, run.count, torch.cat(parts, 2)
 
@@ -96,9 +96,12 @@ class CompiledTransform:
         keys, values = ([store.flatten(0, 1)[run] for store in stores[layers]] for stores in (self.pool.keys, self.pool.values))
         return keys, values
 
-    def _rotations(self, run: Run) -> tuple[Rotation, Rotation | None]:
-        """What comes before the map of keys, and what behind it."""
+    def _rotations(self, run: Run) -> tuple[Tables, Tables | None, Tables]:
+        """What comes before the map of keys, what behind it, and both in one."""
         if not self.change.bare:
-            return self.kernels.rotation(self.rope.kept(abs(run.delta), 1), back=run.delta < 0), None
-        old = self.kernels.rotation(self.rope.kept(run.first - run.delta, run.count), back=True)
-        return old, self.kernels.rotation(self.rope.kept(run.first, run.count))
+            return self._move(run.delta), None, self._move(run.delta)
+        return self.rope.kept(run.first - run.delta, run.count), self.rope.kept(run.first, run.count), self._move(run.delta)
+
+    def _move(self, delta: int) -> Tables:
+        cos, sin = self.rope.kept(abs(delta), 1)
+        return cos, -sin if delta < 0 else sin
