@@ -206,6 +206,7 @@ def answers(
         limits = _check_room(engine, branches, ids, params, targets)
         mark = time.perf_counter()
         at_prompt = prompt_logits(engine, branches, ids, [row.return_logits for row in params], model)
+        engine.pool.settle()
         prefilled = time.perf_counter()
         before["prefill"] = prefilled - mark
         engine.counters["prefilled_tokens"] += sum(map(len, ids))

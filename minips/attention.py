@@ -15,9 +15,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.nn.attention.bias import causal_lower_right
 
 from .block_attention import block_triangle, causal_in_blocks, worth_blocks
-from .kv_storage import Store, as_run, mixed_as, read, read_mixed, write
+from .kv_storage import Store, as_run, mixed_as, read_mixed, write
 
 SHARED_FROM = 64  # slots that rows must have in common to be read once for all
 APART_FROM = 256  # new tokens of a row from which its past is attended apart, on a CPU
@@ -84,9 +86,12 @@ class GatherAttention:
         """q [T, heads, head_dim]; k, v [T, kv_heads, head_dim], rotated already -> [T, heads, head_dim]."""
         write(self.keys[layer], self.write_slots, k)
         write(self.values[layer], self.write_slots, v)
-        dtype, q = q.dtype, mixed_as(self.keys[layer], q)  # mixed ones stay in fp32: rounding them to bf16 costs as much as 8 bits do
-        if self.groups:
-            return self._attend_rows(layer, q).to(dtype)
+        mixed = mixed_as(self.keys[layer], q)  # mixed ones stay in fp32: rounding them to bf16 costs as much as 8 bits do
+        out = self._attend_rows(layer, mixed) if self.groups else self._attend_each(layer, mixed)
+        return mixed_as(self.values[layer], out).to(q.dtype)
+
+    def _attend_each(self, layer: int, q: Tensor) -> Tensor:
+        """q [T, heads, head_dim], mixed as the keys are -> the same shape, mixed as the values are."""
         if self.masks is None:
             self.masks = [self._mask(row, q) for row in self.rows]
         outputs, start = [], 0
@@ -94,13 +99,13 @@ class GatherAttention:
             length, first = row.past + row.count, row.first_slot
             slots = row.slots[:length] if first is None else slice(first, first + length)
             wide = q.dtype if row.reweight is None else torch.float32
-            keys, values = read_mixed(self.keys[layer], slots, wide), read(self.values[layer], slots, wide)
-            outputs.append(self._attend(q[start : start + row.count], keys, values, row, mask).to(dtype))
+            keys, values = read_mixed(self.keys[layer], slots, wide), read_mixed(self.values[layer], slots, wide)
+            outputs.append(self._attend(q[start : start + row.count], keys, values, row, mask))
             start += row.count
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _attend_rows(self, layer: int, q: Tensor) -> Tensor:
-        """q [rows, heads, head_dim], mixed as the keys are."""
+        """As `_attend_each`, of rows with one new token each."""
         keys, values = self.keys[layer], self.values[layer]
         grouped = q.unflatten(1, (keys.shape[2], -1))
         own = [_attend_group(grouped[at.first : at.last], keys, values, at) for at in self.groups]
@@ -126,19 +131,22 @@ class GatherAttention:
             return causal_in_blocks(q, keys[0], values[0], mask)
         if self._apart(row):
             return _behind_past(heads, keys, values, row.past)[0].transpose(0, 1)
-        if self.on_cpu and mask is not None:
+        if not self.on_cpu:
+            return causal_behind(heads, keys, values)[0].transpose(0, 1)
+        if mask is not None:
             out = F.scaled_dot_product_attention(heads.reshape(1, keys.shape[1], -1, q.shape[-1]), keys, values, mask)
             return out.view(heads.shape)[0].transpose(0, 1)
-        out = F.scaled_dot_product_attention(heads, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
-        return out[0].transpose(0, 1)
+        return F.scaled_dot_product_attention(heads, keys, values, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
 
     def _mask(self, row: AttentionRow, q: Tensor) -> Tensor | None:
         """What `_attend` needs for a row, whose queries are like q [any, heads, head_dim]."""
         group = q.shape[1] // self.keys[0].shape[2]
         if self._blocks(row, q.dtype):
             return block_triangle(row.past, row.count, group, q.dtype)
-        mask = None if self._apart(row) else causal_mask(row)
-        if mask is None or row.reweight is not None or not self.on_cpu:
+        if row.reweight is None and (not self.on_cpu or self._apart(row)):
+            return None
+        mask = causal_mask(row)
+        if mask is None or row.reweight is not None:
             return mask
         added = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -torch.inf)  # as SDPA would make it anew in each layer
         return added.repeat(group, 1)
@@ -158,6 +166,19 @@ def _behind_past(q: Tensor, keys: Tensor, values: Tensor, past: int) -> Tensor:
     second, second_sum = flash(q, keys[:, :, past:], values[:, :, past:], 0.0, True)
     weight = torch.sigmoid(second_sum - first_sum.reshape(second_sum.shape))[..., None]  # fp32 or wider
     return torch.lerp(first.reshape(q.shape).to(weight.dtype), second.to(weight.dtype), weight).to(q.dtype)
+
+
+def causal_behind(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """q [1, heads, n, head_dim], the last n of the keys its own, causally over keys and values [1, kv_heads, past + n, head_dim]. For CUDA.
+
+    There SDPA leaves its fast kernels where it is given a mask or fewer KV heads than heads (PyTorch 2.13, sdp_utils): flash attention
+    itself takes fewer KV heads, and is causal from the lower right corner; others get a bias that says so, and a KV head for each head.
+    """
+    asked = SDPAParams(q, keys, values, None, 0.0, False, True)
+    if q.is_cuda and q.shape[-1] % 8 == 0 and can_use_flash_attention(asked):
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, keys, values, 0.0, True)[0]
+    keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (keys, values))
+    return F.scaled_dot_product_attention(q, keys, values, causal_lower_right(q.shape[2], keys.shape[2]))
 
 
 class _Group(NamedTuple):
@@ -212,7 +233,7 @@ def _attend_group(q: Tensor, keys: Store, values: Store, group: _Group) -> tuple
 
 def _attend_run(q: Tensor, keys: Store, values: Store, slots: Tensor | slice, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """q [rows, kv_heads, n, head_dim], each over its part of the slots -> the same shape, and log-sum-exp of the scores [rows, kv_heads, n]."""
-    k, v = read_mixed(keys, slots, q.dtype), read(values, slots, q.dtype)
+    k, v = read_mixed(keys, slots, q.dtype), read_mixed(values, slots, q.dtype)
     k, v = (x.unflatten(0, (len(q), -1)).transpose(1, 2) for x in (k, v))
     mask = mask if mask is None else mask.to(q.dtype)  # torch 2.13 takes an fp32 mask beside fp64 queries, and is wrong
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask)
@@ -248,10 +269,10 @@ def attend_table(keys: Store, values: Store, write_slots: Tensor, slots: Tensor,
     """`TableAttention` of one layer, with what `table_inputs` made."""
     write(keys, write_slots, k)
     write(values, write_slots, v)
-    dtype, q = q.dtype, mixed_as(keys, q)
-    old = (x.unflatten(0, (len(q), -1)).transpose(1, 2) for x in (read_mixed(keys, slots, q.dtype), read(values, slots, q.dtype)))
-    grouped = q.unflatten(1, (k.shape[1], -1))  # keys and values [rows, kv_heads, width, head_dim]
-    return F.scaled_dot_product_attention(grouped, *old, attn_mask=mask).flatten(1, 2).to(dtype)
+    mixed = mixed_as(keys, q)
+    old = (read_mixed(store, slots, mixed.dtype).unflatten(0, (len(q), -1)).transpose(1, 2) for store in (keys, values))
+    grouped = mixed.unflatten(1, (k.shape[1], -1))  # keys and values [rows, kv_heads, width, head_dim]
+    return mixed_as(values, F.scaled_dot_product_attention(grouped, *old, attn_mask=mask).flatten(1, 2)).to(q.dtype)
 
 
 def _reweighted(q: Tensor, keys: Tensor, values: Tensor, reweight: Reweight, mask: Tensor | None) -> Tensor:

@@ -7,6 +7,8 @@ null page alone. Nothing here waits for the device: tokens are chosen on it, and
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +20,7 @@ from torch import Tensor
 from .attention import TableAttention
 from .compiled import CompiledLayers, Tables
 from .config import SamplingParams
+from .errors import in_one_line
 from .kv_cache import KVPool
 from .kv_storage import Store
 from .model import Model
@@ -26,6 +29,7 @@ from .sampling import RowSampler
 ROWS = (1, 2, 4, 8, 16, 32)
 NARROWEST = 256  # slots of a row; wider tables are powers of two and three quarters of them
 LARGEST = 1 << 19  # slots of a whole table: what a step of them gathers, 2 GiB a layer of Llama-3.1-8B, is there once for all graphs
+_CAPTURING = threading.Lock()  # CUDA has one capture at a time in a process
 _SHORT = 1 - 1e-6  # of a min_p threshold, as in `sampling`
 
 
@@ -67,8 +71,8 @@ class CudaCapture:
 
     def __call__(self, step: Callable[[], Tensor], inputs: Inputs) -> tuple[Replay, Tensor]:
         """-> what replays the step on whatever `inputs` hold by then, and the tensor that its result is written to each time."""
-        with torch.cuda.device(self.device):
-            self.stream.wait_stream(torch.cuda.current_stream())
+        with _CAPTURING, torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.current_stream(self.device)):  # the last: a failed capture
+            self.stream.wait_stream(torch.cuda.current_stream())  # leaves its own stream behind as the current one
             with torch.cuda.stream(self.stream):
                 for _ in range(2):  # libraries set themselves up in their first calls, which cannot be captured
                     step()
@@ -83,6 +87,7 @@ class DecodeGraphs:
     """The captured steps of one engine; those of a weight set are freed with its model.
 
     captures, replays, eager_steps: counted, so that it can be told which way a call went. compile: with compiled layers inside.
+    A step that cannot be captured is warned of once; from then on all steps are eager.
     """
 
     ahead = True  # tokens are chosen on the device
@@ -93,6 +98,7 @@ class DecodeGraphs:
         self._step = CompiledLayers(dynamic=False).step if compile else _step
         self._graphs: WeakKeyDictionary[Model, dict[tuple[int, int], tuple[Inputs, Replay, Tensor]]] = WeakKeyDictionary()
         self._tables = Tables(pool.device)
+        self._failed = False
         self.captures = self.replays = self.eager_steps = 0
 
     def stats(self) -> dict[str, int]:
@@ -106,6 +112,14 @@ class DecodeGraphs:
             width = width * 3 // 4
         return None if rows is None or rows * width > LARGEST else (rows, width)
 
+    def ready(self, model: Model, lengths: Sequence[int], plain: bool = True) -> bool:
+        """Whether a step of rows of these lengths (as in `step`) would start at once: without being captured first."""
+        bucket = self._bucket_of(model, lengths) if plain else None
+        return bucket is None or bucket in self._graphs.get(model, ())
+
+    def _bucket_of(self, model: Model, lengths: Sequence[int]) -> tuple[int, int] | None:
+        return None if model.debug or self._failed else self.bucket(lengths)
+
     @torch.no_grad()
     def step(
         self, model: Model, tokens: Tensor, positions: Sequence[int], lengths: Sequence[int], slots: Sequence[Tensor], plain: bool = True
@@ -115,24 +129,32 @@ class DecodeGraphs:
         tokens: int64 [n], on the device. lengths: of each row, the new token counted. slots: of each row, of at least that many
         tokens; the same tensors from step to step as long as the rows are the same. plain: no row reweighs its attention.
         """
-        bucket = self.bucket(lengths) if plain and not model.debug else None
-        if bucket is None:
+        bucket = self._bucket_of(model, lengths) if plain else None
+        graphs = self._graphs.setdefault(model, {})
+        if bucket is not None and bucket not in graphs and (made := self._captured(model, *bucket)) is not None:
+            graphs[bucket] = made
+        if bucket not in graphs:
             self.eager_steps += 1
             return None
-        graphs = self._graphs.setdefault(model, {})
-        if bucket not in graphs:
-            graphs[bucket] = self._captured(model, *bucket)
         inputs, replay, logits = graphs[bucket]
         table = self._tables.of(slots, *bucket)
-        inputs.fill(tokens, *to_device(torch.tensor([list(positions), list(lengths)]), self.pool.device), table)
+        inputs.fill(tokens, *to_device([list(positions), list(lengths)], self.pool.device), table)
         replay()
         self.replays += 1
         return logits[: len(tokens)].clone()  # the next replay overwrites them
 
-    def _captured(self, model: Model, rows: int, width: int) -> tuple[Inputs, Replay, Tensor]:
-        inputs = Inputs.padding(rows, width, self.pool.device)
-        step = partial(_run, self._step, ref(model), self.pool.keys, self.pool.values, inputs)
-        replay, logits = self._capture(step, inputs)
+    def _captured(self, model: Model, rows: int, width: int) -> tuple[Inputs, Replay, Tensor] | None:
+        try:
+            with torch.inference_mode(False), torch.no_grad():  # tensors of that mode could not be written outside of it
+                inputs = Inputs.padding(rows, width, self.pool.device)
+                step = partial(_run, self._step, ref(model), self.pool.keys, self.pool.values, inputs)
+                replay, logits = self._capture(step, inputs)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self._failed = True
+            warnings.warn(f"decoding goes on without CUDA graphs, for a step cannot be captured ({in_one_line(error)[:300]})", stacklevel=2)
+            return None
         self.captures += 1
         return inputs, replay, logits
 
@@ -144,9 +166,9 @@ class DecodeGraphs:
         drawn = [at for at, row in enumerate(rows) if not row.params.greedy]
         if drawn:
             numbers = [[*_numbers(rows[at].params, logits.shape[1]), rows[at].uniform()] for at in drawn]
-            at = to_device(torch.tensor(drawn), logits.device)
+            at = to_device(drawn, logits.device)
             ordered = any(number[1] < logits.shape[1] or number[2] < 1 for number in numbers)
-            picked = draw(logits[at], to_device(torch.tensor(numbers, dtype=torch.float64), logits.device), ordered)
+            picked = draw(logits[at], to_device(numbers, logits.device, torch.float64), ordered)
             tokens = tokens.index_copy(0, at, picked)
         return Chosen(tokens, peaks)
 
@@ -154,7 +176,7 @@ class DecodeGraphs:
         """tokens[places], without waiting."""
         if list(places) == list(range(len(tokens))):
             return tokens
-        return tokens.index_select(0, to_device(torch.tensor(list(places)), tokens.device))
+        return tokens.index_select(0, to_device(list(places), tokens.device))
 
 
 class Chosen:
@@ -165,9 +187,10 @@ class Chosen:
         both = torch.stack((tokens.double(), peaks.double()))
         self._done = None
         if both.is_cuda:
-            self._host = torch.empty(both.shape, dtype=both.dtype, pin_memory=True).copy_(both, non_blocking=True)
-            self._done = torch.cuda.Event()
-            self._done.record()
+            with torch.cuda.device(both.device):  # an event is of the current device, which need not be the engine's
+                self._host = torch.empty(both.shape, dtype=both.dtype, device="cpu", pin_memory=True).copy_(both, non_blocking=True)
+                self._done = torch.cuda.Event()
+                self._done.record()
         else:
             self._host = both
 
@@ -191,8 +214,9 @@ def _run(step: Callable[..., Tensor], model: ref[Model], keys: list[Store], valu
     return step(model(), keys, values, inputs.tokens, inputs.positions, inputs.lengths, inputs.table)
 
 
-def to_device(host: Tensor, device: torch.device) -> Tensor:
+def to_device(numbers: list, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """Without waiting for the device: by way of pinned memory, which is not used again before it has been read."""
+    host = torch.tensor(numbers, dtype=dtype, device="cpu")
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 

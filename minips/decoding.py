@@ -16,6 +16,7 @@ from .attention import AttentionRow, GatherAttention
 from .config import SamplingParams
 from .errors import MinipsError, counted
 from .kv_cache import Branch, KVPool, Segment
+from .kv_storage import as_run
 from .model import Model
 from .sampling import RowSampler, sample, token_logprobs
 from .tokenizer import StreamDecoder, Tokenizer
@@ -30,23 +31,28 @@ class Writer:
     def __init__(self, branch: Branch, capacity: int, role: str = "context", hide: int = 0):
         pool = branch.pool
         self.branch, self.pool = branch, pool
-        past = [pool.slots(segment.pages, segment.length) for segment in branch.segments]
+        past = [pool.host_slots(segment.pages, segment.length) for segment in branch.segments]
         self.past = sum(map(len, past)) - hide
         self.segment: Segment | None = Segment(pool.allocate(pool.pages_for(capacity)), 0, branch.next_position - hide, role)
         pool.writing.update(self.segment.pages)
         try:
-            self.slots = torch.cat([*past, pool.slots(self.segment.pages, capacity)])
+            slots = torch.cat([*past, pool.host_slots(self.segment.pages, capacity)])
             if hide:
-                self.slots = torch.cat((self.slots[: self.past], self.slots[self.past + hide :]))
-            steps = torch.arange(len(self.slots), device=self.slots.device)
-            contiguous = len(self.slots) > 0 and bool((self.slots - self.slots[0] == steps).all())
-            self.first_slot = int(self.slots[0]) if contiguous else None
+                slots = torch.cat((slots[: self.past], slots[self.past + hide :]))
+            run = as_run(slots)
+            self.first_slot = run.start if isinstance(run, slice) else None
+            self.slots = slots.to(pool.device)
         except BaseException:  # out of memory, Ctrl-C
             self.abort()
             raise
 
     def row(self, count: int) -> AttentionRow:
-        return AttentionRow(self.slots, self.past + self.segment.length, count, self.first_slot, self.branch.reweight)
+        return AttentionRow(self.slots, self.length, count, self.first_slot, self.branch.reweight)
+
+    @property
+    def length(self) -> int:
+        """Tokens that a new one attends to."""
+        return self.past + self.segment.length
 
     def positions(self, count: int) -> range:
         first = self.segment.start + self.segment.length
@@ -258,10 +264,11 @@ def decode_rows(model: Model, rows: Sequence[DecodeRow], drain: bool) -> Iterato
         return
     logits = torch.stack([rows[index].last_logits for index in active])
     graphs = rows[0].graphs
-    if graphs is not None and graphs.ahead and not any(row.needs_logits for row in rows):
-        yield from _decode_ahead(model, rows, active, logits, drain)
-        return
+    ahead = graphs is not None and graphs.ahead and not any(row.needs_logits for row in rows)
     while active:
+        if ahead and graphs.ready(model, *_sizes([rows[index].writer for index in active])):  # else these tokens do not wait for a capture
+            yield from _decode_ahead(model, rows, active, logits, drain)
+            return
         tokens = sample(logits, [rows[index].sampler for index in active], [rows[index].label for index in active])
         feeding: list[tuple[int, int]] = []
         for at, (index, token) in enumerate(zip(active, tokens)):
@@ -332,17 +339,21 @@ def _next_logits(model: Model, rows: Sequence[DecodeRow], tokens: Sequence[int] 
     if graphs is not None:
         safe_point()
         device = writers[0].pool.device
-        lengths = [writer.past + writer.segment.length + 1 for writer in writers]
+        lengths, plain = _sizes(writers)
         with memory_errors(f"decoding {counted(len(writers), 'sequence')} of up to {max(lengths)} tokens on {device}"):
             ids = tokens if isinstance(tokens, Tensor) else torch.tensor(tokens, device=device)
             positions = [writer.positions(1)[0] for writer in writers]
             slots = [writer.slots for writer in writers]
-            plain = all(writer.branch.reweight is None for writer in writers)
             logits = graphs.step(model, ids, positions, lengths, slots, plain)
         if logits is not None:
             for writer in writers:
                 writer.segment.length += 1
             return logits
-    hidden = _forward(model, writers, [[int(token)] for token in tokens])
+    hidden = _forward(model, writers, [[token] for token in (tokens.tolist() if isinstance(tokens, Tensor) else tokens)])
     with torch.no_grad():
         return model.logits(hidden)
+
+
+def _sizes(writers: Sequence[Writer]) -> tuple[list[int], bool]:
+    """What the next step attends to in each row, its own token counted, and whether all of that is weighed alike."""
+    return [writer.length + 1 for writer in writers], all(writer.branch.reweight is None for writer in writers)

@@ -29,11 +29,13 @@ class Quantized:
     Below 2^-10 of the largest code's value fp8 has no code but 0. Values that are not finite stay so: their scale is not finite.
 
     mixed: a few channels, of keys above all, are far larger than the rest and would leave those one or two codes. So the channels
-    are mixed by a Hadamard matrix first (it is its own inverse); attention mixes its queries instead of mixing keys back.
+    are mixed by a Hadamard matrix first (it is its own inverse); attention mixes its queries and its outputs
+    instead of mixing keys and values back.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str, mixed: bool):
-        self.dtype, self.shape, self.mixed = dtype, torch.Size(shape), mixed
+        self.dtype, self.shape = dtype, torch.Size(shape)
+        self.mixing = hadamard(shape[-1], torch.device(device)) if mixed else None
         self.codes = torch.empty(shape, dtype=torch.int8 if dtype == torch.int8 else torch.uint8, device=device)
         self.scales = torch.empty((*shape[:-1], 1), dtype=torch.float32, device=device)
 
@@ -50,17 +52,18 @@ def hadamard(channels: int, device: torch.device) -> Tensor:
     return (matrix / len(matrix) ** 0.5).to(device)
 
 
-def mix(x: Tensor) -> Tensor:
+def mix(x: Tensor, matrix: Tensor | None = None) -> Tensor:
     """Mix the channels of x [..., head_dim] by the Hadamard matrix, in fp32; a second time brings x back."""
-    matrix = hadamard(x.shape[-1], x.device)
+    matrix = hadamard(x.shape[-1], x.device) if matrix is None else matrix
     return (x.float().unflatten(-1, (-1, len(matrix))) @ matrix).flatten(-2)
 
 
 def new_store(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu", *, mixed: bool) -> Store:
     """Room for the keys or the values of one layer; only its page 0 is defined: zeros."""
-    store = Quantized(shape, dtype, device, mixed=mixed) if dtype in LARGEST else torch.empty(shape, dtype=dtype, device=device)
-    for part in parts(store):
-        part[0].zero_()
+    with torch.inference_mode(False), torch.no_grad():  # tensors of that mode could not be written outside of it
+        store = Quantized(shape, dtype, device, mixed=mixed) if dtype in LARGEST else torch.empty(shape, dtype=dtype, device=device)
+        for part in parts(store):
+            part[0].zero_()
     return store
 
 
@@ -71,7 +74,7 @@ def parts(store: Store) -> tuple[Tensor, ...]:
 
 def mixed_as(store: Store, x: Tensor) -> Tensor:
     """x [..., head_dim] with its channels mixed, or mixed back, in fp32, if the store mixes them; else x itself."""
-    return mix(x) if isinstance(store, Quantized) and store.mixed else x
+    return mix(x, store.mixing) if isinstance(store, Quantized) and store.mixing is not None else x
 
 
 def read(store: Store, slots: Tensor | slice, dtype: torch.dtype) -> Tensor:
@@ -80,7 +83,7 @@ def read(store: Store, slots: Tensor | slice, dtype: torch.dtype) -> Tensor:
 
 
 def read_mixed(store: Store, slots: Tensor | slice, dtype: torch.dtype) -> Tensor:
-    """As `read`, channels mixed as they are stored: to be set against queries that are mixed too (`mixed_as`)."""
+    """As `read`, channels mixed as they are stored: for queries that are mixed too, and outputs that are mixed back (`mixed_as`)."""
     if isinstance(store, Quantized):
         return dequantise(_take(store.codes, slots), _take(store.scales, slots), store.dtype).to(dtype)
     return _take(store, slots).to(dtype)

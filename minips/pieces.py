@@ -14,7 +14,8 @@ from .kv_cache import KVPool, Segment
 from .kv_storage import as_run
 from .rope import Rope, apply_rope
 
-LARGEST, SMALLEST = 1024, 32  # tokens times layers worked on at once
+LARGEST, SMALLEST = 1024, 32  # tokens times layers worked on at once: what stays in a CPU's cache
+LARGEST_CUDA = 1 << 16  # a GPU wants few, large operations
 LONG_JOB = 128  # tokens
 BACKWARD = 1 << 40  # above all positions
 
@@ -97,7 +98,7 @@ class Pieces:
         turns = [deltas - positions if self.bare else deltas for _, _, positions, deltas in self.groups]
         self.tables = _KnownTables(rope, torch.cat(turns + [group[2] for group in self.groups if self.bare]))
         left = room - sum(part.nbytes for part in self.tables.tables)
-        self.most = min(LARGEST, max(SMALLEST, left // (copies * 4 * width)))
+        self.most = min(LARGEST if pool.device.type == "cpu" else LARGEST_CUDA, max(SMALLEST, left // (copies * 4 * width)))
 
     def __iter__(self) -> Iterator[Piece]:
         return iter(self._pieces)
@@ -144,6 +145,6 @@ def _table_keys(amounts: Tensor) -> Tensor:
 
 def _tokens(pool: KVPool, jobs: Sequence[Job]) -> tuple[Tensor, Tensor, Tensor]:
     """Slot, new position and delta of every token, int64 [n], on the CPU."""
-    slots = torch.cat([pool.slots(job.segment.pages, job.segment.length) for job in jobs]).cpu()
+    slots = torch.cat([pool.host_slots(job.segment.pages, job.segment.length) for job in jobs])
     positions = torch.cat([torch.arange(job.segment.start, job.segment.start + job.segment.length) for job in jobs])
     return slots, positions, torch.cat([torch.full((job.segment.length,), job.delta) for job in jobs])

@@ -59,7 +59,8 @@ class Int4(Opaque):
         if self.on_cpu:
             self.codes = torch._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32), 1)
         else:
-            self.codes = torch._convert_weight_to_int4pack((codes[:, ::2] << 4 | codes[:, 1::2]).contiguous(), 8)
+            tiles = next(tiles for tiles in (8, 4, 2) if self.columns % (16 * tiles) == 0)  # of 16 inputs: the operator takes whole ones
+            self.codes = torch._convert_weight_to_int4pack((codes[:, ::2] << 4 | codes[:, 1::2]).contiguous(), tiles)
         self.scales = torch.stack((scales.T, zeros.T), -1).contiguous()  # [in / 32, out, 2]
         self.beside = Packed(values(codes, scales, zeros), bias) if beside and packable(weight) else None
 

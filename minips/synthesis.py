@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -84,6 +85,8 @@ class Synthesizer:
             raise MinipsError(f"Synthesizer: options is {type(options).__name__}, expected MergeOptions or a dict of its fields")
         self.options = options if isinstance(options, MergeOptions) else own.changed(options or {})
         self.adapter, self.mapper = adapter, adapter.mapper if adapter is not None else None
+        if self.mapper is not None and any(part.device != engine.device for part in self.mapper.parameters()):
+            self.mapper = copy.deepcopy(self.mapper).to(engine.device)  # the adapter may serve another engine too
         if self.mapper is not None and self.mapper.config.key_space == "rotated" and self.options.anchor == "free":
             raise MinipsError(
                 "MergeOptions: anchor 'free' cannot be combined with a mapper of rotated keys, which depends on where they stand; "

@@ -66,8 +66,7 @@ class Transform:
         else:
             for way in ways:
                 way.apply(layers)
-        if self.pool.device.type == "cuda":
-            torch.cuda.synchronize(self.pool.device)
+        self.pool.settle()
         timings["map" if change.maps_keys or change.maps_values else "rerotate"] = time.perf_counter() - started
 
     def _normalize(self, ways: list[CompiledTransform | EagerTransform], layers: range, room: int) -> None:

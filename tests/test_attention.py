@@ -53,6 +53,25 @@ def test_ragged_rows_equal_dense_attention(heads, kv_heads, scattered):  # FAULT
     assert torch.allclose(out.double(), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("heads, kv_heads, dim", [(2, 2, 8), (6, 2, 20), (4, 1, 16)])
+def test_rows_elsewhere_than_on_a_cpu_equal_dense_attention(heads, kv_heads, dim):
+    """The way that CUDA takes; there by flash attention, where that is possible (the next test)."""
+    attend, (q, k, v), truth = setup([5, 12, 1, 33], [2, 12, 1, 3], heads, kv_heads, dim)
+    attend.on_cpu, attend.groups = False, []
+    assert torch.allclose(attend(0, q, k, v).double(), torch.cat([dense(*row) for row in truth]), atol=1e-5)
+    assert attend.masks == [None] * 4
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype, off", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+@pytest.mark.parametrize("past, count, heads, kv_heads, dim", [(0, 40, 8, 2, 64), (300, 40, 8, 2, 64), (70, 2, 6, 3, 20), (1, 129, 4, 1, 128)])
+def test_on_cuda_causal_behind_equals_dense_attention(dtype, off, past, count, heads, kv_heads, dim):
+    q, k, v = (torch.randn(n, h, dim).to(dtype) for n, h in ((count, heads), (past + count, kv_heads), (past + count, kv_heads)))
+    out = attention.causal_behind(*(x.cuda().transpose(0, 1)[None] for x in (q, k, v)))
+    assert (out[0].transpose(0, 1).cpu().double() - dense(q, k, v)).abs().max() < off
+
+
 @pytest.mark.parametrize("heads, kv_heads, dim", [(6, 2, 64), (4, 4, 32), (4, 1, 80)])
 @pytest.mark.parametrize("scattered", [True, False])
 def test_bf16_rows_behind_many_tokens_are_attended_in_blocks(monkeypatch, heads, kv_heads, dim, scattered):

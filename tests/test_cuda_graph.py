@@ -316,6 +316,52 @@ def test_what_graphs_do_not_cover_runs_eagerly(kind):
     assert engine.graphs.replays == 0 and engine.graphs.eager_steps == 5
 
 
+def test_the_first_tokens_do_not_wait_for_a_capture():
+    engine, seen = graphed(tiny_engine()), []
+    for batch in range(2):
+        branches = forks(engine, 3)
+        engine.decode(branches, SamplingParams(max_tokens=9), on_token=lambda *_: seen.append(engine.graphs.captures))
+        assert seen[:3] == [0, 0, 0] and seen[-1] == engine.graphs.captures > 0
+    steps = len(seen) // 6 - 1
+    assert engine.graphs.replays == 2 * (steps + 1)  # drained: the last tokens too are fed
+
+
+def test_a_step_that_cannot_be_captured_is_warned_of_once_and_decoding_goes_on():
+    def capture(step, inputs):
+        raise RuntimeError("operation not permitted\nwhen stream is capturing")
+
+    engine = tiny_engine()
+    engine.graphs = DecodeGraphs(engine.pool, capture)
+    with pytest.warns(UserWarning, match=r"without CUDA graphs.*operation not permitted\\nwhen") as warned:
+        found = [decoded(engine, mixed(4), 4) for _ in range(2)]
+    for one in found:
+        same(one, decoded(tiny_engine(), mixed(4), 4))
+    assert len(warned) == 1 and engine.graphs.captures == engine.graphs.replays == 0 < engine.graphs.eager_steps
+
+
+def test_no_memory_for_a_capture_is_not_taken_for_a_step_that_cannot_be_captured():
+    def capture(step, inputs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    engine = tiny_engine()
+    engine.graphs = DecodeGraphs(engine.pool, capture)
+    with pytest.raises(MinipsError, match="memory"):
+        decoded(engine, mixed(4), 4)
+    assert engine.check() and not engine.graphs._failed
+
+
+@pytest.mark.parametrize("made, first", [(False, True), (True, False), (True, True)])
+def test_inference_mode_of_the_caller_leaves_nothing_behind(made, first):
+    """Where the engine is made, and where it first decodes, inside of torch.inference_mode(), and later calls outside."""
+    with torch.inference_mode(made):
+        engine = graphed(tiny_engine())
+    with torch.inference_mode(first):
+        same(decoded(engine, mixed(3), 3), expected := decoded(tiny_engine(), mixed(3), 3))
+    same(decoded(engine, mixed(3), 3), expected)
+    answers = [Synthesizer(engine).generate_from_caches(branches_of(engine), U, SamplingParams(max_tokens=6)).token_ids for _ in range(2)]
+    assert answers[0] == answers[1]
+
+
 def test_unfilled_slots_of_a_table_do_not_matter():
     keys, values = torch.full((2, 4, 2, 8), float("nan")), torch.full((2, 4, 2, 8), float("nan"))
     keys.flatten(0, 1)[4:6], values.flatten(0, 1)[4:6] = torch.randn(2, 2, 2, 8)
