@@ -16,13 +16,16 @@ import time
 from pathlib import Path
 
 import torch
-from gpu_parts import PARTS, SMALL, Bench, Plan, release
+from gpu_edges import edges
+from gpu_parts import PARTS as MAIN_PARTS
+from gpu_parts import SMALL, Bench, Plan, release
 from measure import grid, machine, say, write_whole
 from models import SHAPES, Ids
 
 from minips import MinipsError
 from minips.errors import in_one_line
 
+PARTS = (*MAIN_PARTS, edges)
 NAMES = [part.__name__ for part in PARTS]
 
 
@@ -109,7 +112,11 @@ def check_line(part: dict) -> str:
 
 def write_equality(part: dict) -> str:
     shares = ", ".join(f"{rows}: {share:.0%}" for rows, share in part["bf16_share"].items())
-    return f"Tokens of graphs and of eager steps in fp32: {check_line(part)}\n\nIn bf16, the share before the first difference, by rows: {shares}."
+    ranked = ", ".join(f"{rows}: {share:.0%}" for rows, share in part["top_p_share"].items())
+    return (
+        f"Tokens of graphs and of eager steps in fp32: {check_line(part)}\n\n"
+        f"The share before the first difference, by rows: {shares} in bf16; {ranked} in fp32 of the rows with top_p."
+    )
 
 
 def write_captures(part: dict) -> str:
@@ -151,6 +158,11 @@ def write_forms(part: dict) -> str:
     return "\n".join(lines) + "\n\n" + write_steps(part)
 
 
+def write_edges(part: dict) -> str:
+    chosen = ", ".join(f"{what}: {kernel}" for what, kernel in part["kernels"].items())
+    return check_line(part) + (f" SDPA takes: {chosen}." if chosen else "")
+
+
 WRITERS = {
     "bandwidth": lambda part: f"The card copies at {part['copy_gb_s']:.1f} GB/s (read and written).",
     "equality": write_equality,
@@ -159,6 +171,7 @@ WRITERS = {
     "ttft": write_ttft,
     "offload": write_offload,
     "forms": write_forms,
+    "edges": write_edges,
 }
 
 

@@ -22,6 +22,7 @@ from .errors import MinipsError, brief
 from .reading import read_json
 from .training.config import TrainConfig
 from .training.curve import read_log, write_plot
+from .training.distributed import device_of_process
 from .training.trainer import LOG, Trainer
 
 DEFAULT_OUT = "runs/train"
@@ -158,7 +159,7 @@ def run(args: argparse.Namespace) -> int:
     for config in recipe.stages:
         if not config.data:
             raise MinipsError(f"{args.config}: data is missing, expected a list of data sets")
-    engine = Engine.from_pretrained(recipe.stages[0].model, device=args.device, dtype=args.dtype, progress=not args.quiet)
+    engine = Engine.from_pretrained(recipe.stages[0].model, device=device_of_process(args.device), dtype=args.dtype, progress=not args.quiet)
     try:
         adapter = train(recipe, folder, data=args.data, base=Path(args.config).parent, engine=engine, say=say, on_step=progress.step)
     finally:

@@ -170,7 +170,7 @@ def test_the_plan_of_the_gpu_check_runs_on_a_cpu(tmp_path, capsys):
     page, data = (tmp_path / "out" / "gpu_check.md").read_text(), json.loads((tmp_path / "out" / "gpu_check.json").read_text())
     assert capsys.readouterr().out.strip() == page.strip() and list(data["parts"]) == gpu_check.NAMES
     checks = gpu_check.checks_of(data)
-    assert len(checks) == 11 and all(checks.values()) and "11 of 11 checks held." in page
+    assert len(checks) == 16 and all(checks.values()) and "16 of 16 checks held." in page
     assert data["parts"]["captures"]["captures"] == 3 and data["parts"]["offload"]["parked_bytes"] > 0
     assert {case["m"] for case in data["parts"]["decode"]["cases"]} == {1, 4, 32} and {
         case["m"] for case in data["parts"]["ttft"]["cases"]

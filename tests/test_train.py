@@ -22,6 +22,7 @@ from minips.mapper import MapperConfig
 from minips.train import main
 from minips.training.config import TrainConfig
 from minips.training.curve import read_log, running_mean
+from minips.training.distributed import device_of_process
 from minips.training.encoding import Example, encode
 from minips.training.loss import batch_loss
 from minips.training.network import Network
@@ -165,6 +166,23 @@ def test_rows_that_do_not_fit_are_skipped_and_counted(tmp_path):
         branch.close()
     with pytest.raises(MinipsError, match="no row of step 1 fits: long, long"):
         Trainer(TrainConfig(**{**QUICK, "most_tokens": 200}), engine, [long], tmp_path / "none").train()
+
+
+@pytest.mark.parametrize(
+    "asked, gpus, local, found",
+    [("auto", 4, 2, "cuda:2"), ("cuda", 4, 0, "cuda:0"), ("cpu", 4, 1, "cpu"), ("cuda:3", 4, 1, "cuda:3"), ("auto", 0, 1, "auto"), ("auto", 2, 2, None)],
+)
+def test_each_process_of_torchrun_has_its_own_gpu(monkeypatch, asked, gpus, local, found):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert device_of_process(asked) == asked  # without torchrun
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_RANK", str(local))
+    if found is None:
+        with pytest.raises(MinipsError, match="process 2 of this machine has no GPU of its own, there are 2"):
+            device_of_process(asked)
+    else:
+        assert device_of_process(asked) == found
 
 
 WORKER = """

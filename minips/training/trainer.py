@@ -52,7 +52,7 @@ class Trainer:
             raise MinipsError("training: examples are text, and the model has no tokenizer.json")
         self.config, self.engine, self.examples, self.folder, self.say = config, engine, list(examples), Path(folder), say
         self.on_step, self.group = on_step, Group(engine.device)
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[engine.device] if engine.device.type == "cuda" else []):
             torch.manual_seed(config.seed)
             self.network = Network(engine, config.mapper_config(), rank=config.rank, alpha=config.alpha, targets=config.targets)
         parameters = self.network.trainable()
