@@ -165,12 +165,14 @@ class Model(nn.Module):
         if packable(self.model.embed_tokens.weight):
             self.reform(Packed, Packed)
 
-    def reform(self, form: Form, head_form: Form) -> None:
-        """Put every matrix into another form. A tied head gets one beside the embedding, which stays as it is."""
+    def reform(self, form: Form, head_form: Form | None) -> None:
+        """Put every matrix into another form; the head, without a form for it, stays. A tied one gets it beside the embedding."""
         for layer in self.model.layers:
             for module in (layer.self_attn, layer.mlp):
                 reform_stacked(module, form)
                 setattr(module, module.last, reform(getattr(module, module.last), form))
+        if head_form is None:
+            return
         if self.config.tie_word_embeddings:
             self.head = head_form(self.model.embed_tokens.weight.detach(), None)
         else:
