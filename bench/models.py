@@ -90,20 +90,21 @@ class Ids:
 class Rival:
     """transformers' model of a folder, as its users run it: `AutoModelForCausalLM`, SDPA attention, its own cache."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype):
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device):
         try:
             import transformers
         except ImportError:
             raise MinipsError("transformers is not installed, and is the rival here; pip install transformers, or --no-rival") from None
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(device)
+        self.device = device
 
     @torch.no_grad()
     def first_token(self, ids: list[int]) -> float:
         """Seconds from token ids to the first new token's id on the host: one prefill, logits of the last position only."""
         started = time.perf_counter()
-        output = self.model(torch.tensor([ids]), use_cache=True, logits_to_keep=1)
+        output = self.model(torch.tensor([ids], device=self.device), use_cache=True, logits_to_keep=1)
         int(output.logits[0, -1].argmax())
         return time.perf_counter() - started
 
@@ -115,10 +116,12 @@ class Rival:
         stamps: list[float] = []
 
         def stamp(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            if scores.is_cuda:
+                torch.cuda.synchronize(scores.device)
             stamps.append(time.perf_counter())
             return scores
 
-        ids = torch.tensor(rows)
+        ids = torch.tensor(rows, device=self.device)
         processors = transformers.LogitsProcessorList([stamp])
         exact = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
         made = self.model.generate(ids, attention_mask=torch.ones_like(ids), logits_processor=processors, **exact)
@@ -194,7 +197,7 @@ def open_subject(args: argparse.Namespace, kv_tokens: int) -> Iterator[Subject]:
         subject = Subject(title, engine, time.perf_counter() - started)
         if not args.no_rival:
             started = time.perf_counter()
-            subject.rival = Rival(folder, engine.dtype)
+            subject.rival = Rival(folder, engine.dtype, engine.device)
             subject.rival_load = time.perf_counter() - started
         say(f"{title}: loaded in {subject.load:.1f} s" + (f", transformers in {subject.rival_load:.1f} s" if subject.rival else ""))
         try:

@@ -120,7 +120,7 @@ def breakdown(trainer: Trainer) -> dict[str, float]:
 
 def difference(config: TrainConfig, examples: Sequence[Example]) -> float:
     """Largest difference between the two sides' losses on a few rows, in fp32; MinipsError where they do not do the same."""
-    engine = Engine.from_pretrained(config.model, dtype="float32")
+    engine = Engine.from_pretrained(config.model, dtype="float32", device="cpu")
     plain = Plain(engine, config)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         trainer = Trainer(config, engine, examples, Path(folder) / "run")
@@ -193,7 +193,7 @@ def main() -> int:
         print(f"bench: error: {error.name} is not installed; pip install transformers peft", file=sys.stderr)
         return 1
     try:
-        engine = Engine.from_pretrained(progress=True)
+        engine = Engine.from_pretrained(progress=True, device="cpu")  # where the plain side is
         print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {engine.dtype}")
         found = [compare(engine, name, args.data, args.rows, args.repeats) for name in SETS]
         ours, plain = (sum(each[side] for each in found) for side in ("ours", "plain"))
