@@ -73,6 +73,9 @@ def causal_in_blocks(q: Tensor, keys: Tensor, values: Tensor, triangle: Tensor) 
 
 
 def _powers(scores: Tensor, own: Tensor, total: Tensor) -> None:
-    """Add `own` to the last of the scores [n, length] and take their powers of 2 (faster than those of e), in place; the sums go to total fp32 [n, 1]."""
+    """Add `own` to the last of the scores [n, length] and take their powers of 2 (faster than those of e), in place.
+
+    Their sums go to total fp32 [n, 1].
+    """
     scores[:, -own.shape[1] :] += own
     torch.sum(scores.exp2_(), -1, keepdim=True, dtype=torch.float32, out=total)

@@ -21,8 +21,9 @@ Tables = tuple[Tensor, Tensor]  # cos, sin fp32 [n or 1, 1, head_dim / 2], of th
 class MergeKernels:
     """The compiled forms of an engine. `at_once`: layers that a call takes. MinipsError where there is no C++ compiler.
 
-    keys, values of the methods: of that many layers, each [n, kv_heads, head_dim] with n > 1, changed in place. turn: what keys are rotated by before their map: back by
-    [n] positions, or forward by one; place: what they are rotated by behind it, or None. A form takes tensors by their places: none may stand for two.
+    keys, values of the methods: of that many layers, each [n, kv_heads, head_dim] with n > 1, changed in place. turn: what keys are rotated
+    by before their map: back by [n] positions, or forward by one; place: what they are rotated by behind it, or None. A form takes
+    tensors by their places: none may stand for two.
     """
 
     def __init__(self, num_layers: int):
@@ -47,7 +48,8 @@ class MergeKernels:
     def multiply(
         self, keys: list[Tensor], values: list[Tensor], turn: Tables, place: Tables | None, move: Tables, weight: Tensor, bias: Tensor
     ) -> None:
-        """x + x weight + bias. weight [2, layers, head_dim, head_dim] of keys and values, whose dtype products are made in; bias [2, layers, head_dim].
+        """x + x weight + bias. weight [2, layers, head_dim, head_dim] of keys and values, whose dtype products are made in; bias
+        [2, layers, head_dim].
 
         move: both rotations in one. (What stands rotated already is not held as fp32 beside the products.)
         """
