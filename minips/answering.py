@@ -148,7 +148,7 @@ def answer_batch(
         targets = None if targets is None else [engine.prompts.output(target) for target in targets]
         needed = []
         for branch, row, own, target in zip(branches, ids, params, targets or [None] * len(ids)):
-            needed.append(_needed(engine, row, _limit(engine, branch, row, own), target))
+            needed.append(_needed(engine, row, answer_limit(engine, branch.next_position, row, own), target))
             if target is not None:
                 _check_target(engine, branch.next_position + len(row), target, valid_vocab or engine.valid_vocab)
         results: list[Result] = []
@@ -253,13 +253,13 @@ def answers(
             branch.close()
 
 
-def _limit(engine: Engine, branch: Branch, row: list[int], params: SamplingParams) -> int:
-    """How many tokens the answer to one prompt may have; refuses what has no tokens or no positions."""
+def answer_limit(engine: Engine, position: int, row: list[int], params: SamplingParams) -> int:
+    """How many tokens the answer to a prompt that starts at `position` may have; refuses what has no tokens or no positions."""
     if not row:
         raise MinipsError("prompt is empty: it has no tokens")
     check_stops(params, engine.tokenizer)
-    engine.check_positions(branch.next_position, len(row), "the prompt")
-    return engine.token_limit(branch.next_position + len(row), params)
+    engine.check_positions(position, len(row), "the prompt")
+    return engine.token_limit(position + len(row), params)
 
 
 def _needed(engine: Engine, row: list[int], limit: int, target: list[int] | None) -> int:
@@ -275,7 +275,7 @@ def _check_room(
     targets: Sequence[list[int]] | None,
 ) -> list[int]:
     """Refuse what cannot fit before any page is taken -> how many tokens each answer may have."""
-    limits = list(map(_limit, [engine] * len(ids), branches, ids, params))
+    limits = [answer_limit(engine, branch.next_position, row, each) for branch, row, each in zip(branches, ids, params)]
     what = "the prompt and its answer" if len(ids) == 1 else f"{len(ids)} prompts and their answers"
     needed = sum(map(_needed, [engine] * len(ids), ids, limits, targets or [None] * len(ids)))
     engine.pool.require(needed, what, [segment for branch in branches for segment in branch.segments])

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from .chat import default_prompt, require_format
 from .config import SamplingParams
-from .errors import MinipsError, counted
+from .errors import MinipsError, counted, in_one_line
 from .reading import is_integer
 from .results import Result, WorkerOutput
 from .screen import Screen
@@ -189,7 +189,7 @@ def chat(engine: Engine, synthesizer: Synthesizer, settings: ChatSettings, scree
                 return code
             if not line:
                 continue
-            if line.startswith("/") and line[1:].isalpha():
+            if line.startswith("/") and line.split()[0][1:].isalpha():
                 _command(line, conversation, screen)
                 continue
             if not present:
@@ -219,7 +219,7 @@ def _command(line: str, conversation: Conversation, screen: Screen) -> None:
     elif line == "/help":
         screen.say(HELP)
     else:
-        screen.say(f"{line} is no command; /help lists them")
+        screen.say(f"{in_one_line(line)} is no command; /help lists them")
 
 
 def stdin_reader() -> Callable[[str], str]:

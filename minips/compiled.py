@@ -65,6 +65,13 @@ class CompiledSteps:
         self.pool, self._layers, self._tables = pool, CompiledLayers(dynamic=True), Tables(pool.device)
         self.compiled_steps = self.eager_steps = 0
 
+    def compile_ahead(self, model: Model) -> None:
+        """Compile now what steps of one row and of several need of this model; the null page is written to."""
+        for rows in (2, 1):
+            zeros = torch.zeros(rows, dtype=torch.int64)
+            table = torch.zeros(rows, WIDTH, dtype=torch.int64)
+            self._layers.step(model, self.pool.keys, self.pool.values, zeros, zeros.clone(), torch.ones_like(zeros), table)
+
     def stats(self) -> dict[str, int]:
         return {"compiled_steps": self.compiled_steps, "eager_steps": self.eager_steps}
 

@@ -22,6 +22,13 @@ from .errors import MinipsError
 from .hub import cache_folder
 
 
+def _print(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+say: Callable[[str], None] = _print  # hears what is being compiled; the command line lets its screen hear it
+
+
 def require_compiler() -> None:
     """MinipsError where there is no C++ compiler, which kernels of a CPU need."""
     compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
@@ -48,7 +55,7 @@ def new_form(function: FunctionType, what: str, dynamic: bool, varying: Callable
 
         for tensor in varying(*arguments) if varying is not None else ():
             torch._dynamo.mark_dynamic(tensor, 0)
-        print(f"compiling {what} ...", file=sys.stderr, flush=True)
+        say(f"compiling {what} ...")
         started = time.perf_counter()
         try:
             one_size = varying is not None  # else rows and KV heads that are equal at first need not stay so
@@ -58,7 +65,7 @@ def new_form(function: FunctionType, what: str, dynamic: bool, varying: Callable
         except torch._dynamo.exc.TorchDynamoException as error:
             reason = " ".join(str(error).split("Set TORCHDYNAMO_VERBOSE")[0].split())
             raise MinipsError(f"compile: {reason[:300]}") from None
-        print(f"compiled in {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
+        say(f"compiled in {time.perf_counter() - started:.1f} s")
         done = True
         return result
 

@@ -97,7 +97,7 @@ class Engine:
         page_size: int | None = None,
         max_kv_tokens: int | None = None,
         max_device_kv_bytes: int | None = None,
-        quantize: str = "none",
+        quantize: str | None = None,
         cuda_graphs: bool | None = None,
         compile: bool = False,
         debug: bool = False,
@@ -111,7 +111,7 @@ class Engine:
         kernels. A CPU needs a C++ compiler for it.
         """
         folder = resolve_model(str(model), progress=progress)
-        config = ModelConfig.from_folder(folder)
+        config, quantize = ModelConfig.from_folder(folder), quantize or "none"
         place = resolve_device(device)
         page_size = page_size if page_size is not None else (64 if place.type == "cuda" else 16)
         settings = EngineConfig(

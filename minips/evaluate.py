@@ -93,6 +93,10 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         return show_list()
     folder = Path(args.out)
+    if args.plot:
+        from .training.curve import require_matplotlib
+
+        require_matplotlib()
     if args.report:
         return write_out(folder, args.plot)
     workers = numbers(args.workers, "--workers")

@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from . import compiling
 from .chat import SUMMARY_PROMPT, text_prompt
+from .compiled import CompiledSteps
 from .config import SamplingParams
 from .engine import Engine
 from .errors import MinipsError, counted
@@ -44,6 +46,7 @@ class Outcome:
 def load(data: dict, screen: Screen, progress: bool = True) -> tuple[Engine, Synthesizer]:
     """The engine and the synthesizer of a completed workflow; one line on the screen says what was loaded."""
     started = time.perf_counter()
+    compiling.say = screen.note
     engine = Engine.from_pretrained(data["model"], **data["engine"], progress=progress)
     count = number_of_parameters(engine.config)
     name, dtype = data["model"], str(engine.dtype).removeprefix("torch.")
@@ -55,6 +58,9 @@ def load(data: dict, screen: Screen, progress: bool = True) -> tuple[Engine, Syn
         kind = synthesizer.mapper.config.kind if synthesizer.mapper is not None else "none"
         pairs = len(synthesizer.adapter.lora.pairs) if synthesizer.adapter.lora else 0
         screen.note(f"adapter {adapter}: mapper {kind}, {pairs} LoRA modules")
+    if isinstance(engine.graphs, CompiledSteps):  # now, not in the middle of an answer and its speed
+        for model in (engine.model, synthesizer.model):
+            engine.graphs.compile_ahead(model)
     return engine, synthesizer
 
 

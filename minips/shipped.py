@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import site
+import sysconfig
 from pathlib import Path
 
 from .config import DEFAULT_MODEL
@@ -10,8 +12,11 @@ DEFAULT_ADAPTER = "smollm2-135m-ps"  # trained for the default model, and used w
 
 
 def weights_folders() -> list[Path]:
-    """The folders that names of models and adapters are looked up in: `weights` beside the package and in the current folder."""
-    return list(dict.fromkeys((Path(__file__).resolve().parent.parent / "weights", Path.cwd() / "weights")))
+    """The folders that names of models and adapters are looked up in: `weights` beside the package, where pip puts it, in the current folder."""
+    beside = Path(__file__).resolve().parent.parent
+    installed = (Path(sysconfig.get_path("data")), Path(site.getuserbase()), beside)  # plain, --user, --target
+    folders = (beside / "weights", *(place / "share" / "minips" / "weights" for place in installed), Path.cwd() / "weights")
+    return list(dict.fromkeys(folders))
 
 
 def shipped_adapter(model: str) -> str | None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from .adapter import Adapter, base_name, load_adapter
-from .answering import answer, answer_batch, score_ids
+from .answering import answer, answer_batch, answer_limit, score_ids
 from .attention import Reweight
 from .change import increments_for
 from .chat import default_prompt
@@ -19,7 +19,7 @@ from .errors import MinipsError, brief, counted
 from .hub import resolve_adapter
 from .kv_cache import Branch
 from .lora import fold
-from .merge import apply_plan, plan_merge
+from .merge import Plan, apply_plan, plan_merge
 from .prompts import Prompt
 from .results import Result, Scores, TextStream, WorkerOutput
 from .sampling import params_for
@@ -112,13 +112,7 @@ class Synthesizer:
         changes. prefix: c_sh for an empty list of branches. A merge that fails half-way closes the branches it consumed.
         """
         engine, pool = self.engine, self.engine.pool
-        branches = engine.check_branches(branches, "merge")
-        if prefix is not None:
-            engine.check_branches([prefix], "merge")
-        if not branches and (prefix is None or not self.options.keep_prefix):
-            raise MinipsError("merge: no branches were given, and no prefix is kept")
-        lossy = pool.keys[0].dtype.itemsize < 4
-        plan = plan_merge(branches, self.options, engine.config.max_position_embeddings, prefix, lossy=lossy)
+        branches, plan = self._plan(branches, prefix)
         for index in plan.skipped:
             warnings.warn(f"merge: branch {index} is empty (it stopped at once) and is skipped", stacklevel=3)
         if not branches:
@@ -150,6 +144,17 @@ class Synthesizer:
         engine.counters["reused_tokens"] += branch.num_cached - (engine.counters["copied_tokens"] - copies)
         return Context(branch, self, plan.branch_tokens, timings)
 
+    def _plan(self, branches: Sequence[Branch], prefix: Branch | None = None) -> tuple[list[Branch], Plan]:
+        """The branches, checked, and what a merge of them would do; nothing is changed."""
+        engine = self.engine
+        branches = engine.check_branches(branches, "merge")
+        if prefix is not None:
+            engine.check_branches([prefix], "merge")
+        if not branches and (prefix is None or not self.options.keep_prefix):
+            raise MinipsError("merge: no branches were given, and no prefix is kept")
+        lossy = engine.pool.keys[0].dtype.itemsize < 4
+        return branches, plan_merge(branches, self.options, engine.config.max_position_embeddings, prefix, lossy=lossy)
+
     def _prompt_ids(self, context: Context, prompt: Prompt, call: str = "generate") -> list[int]:
         if not isinstance(context, Context):
             raise MinipsError(f"{call}: context is {type(context).__name__}, expected what Synthesizer.merge returned")
@@ -169,8 +174,12 @@ class Synthesizer:
 
     def _answer_and_close(self, branches: Sequence[Branch], prompt: Prompt, params: SamplingParams | None, consume: bool) -> Iterator[str]:
         started = time.perf_counter()
+        params = params_for(params, 1, "generate")[0]  # what can be refused is refused before the branches are consumed
+        branches, plan = self._plan(branches)
+        ids = self.engine.prompts.encode(prompt, "continuation", raw=branches[0].raw)
+        answer_limit(self.engine, plan.next_position, ids, params)
         with self.merge(branches, consume=consume) as context:
-            return (yield from self._answer(context, prompt, params, started))
+            return (yield from self._answer(context, ids, params, started))
 
     def generate_from_caches(
         self, kv_list: Sequence[Branch], prompt: Prompt, params: SamplingParams | None = None, *, consume: bool = True

@@ -21,9 +21,9 @@ from .engine import Engine
 from .errors import MinipsError, brief
 from .reading import read_json
 from .training.config import TrainConfig
-from .training.curve import read_log, write_plot
+from .training.curve import read_log, require_matplotlib, write_plot
 from .training.distributed import device_of_process
-from .training.trainer import LOG, Trainer
+from .training.trainer import LOG, Trainer, recorded
 
 DEFAULT_OUT = "runs/train"
 
@@ -77,7 +77,9 @@ def train(
         place = folder / f"stage-{number}" if len(recipe.stages) > 1 else folder
         if adapters:
             config = replace(config, start=str(adapters[-1]))
-        if not (place / "adapter").exists():
+        if (place / "adapter").exists():
+            _check_done(place / "adapter", config)
+        else:
             examples = load_mixture(config.data, data, seed=config.seed, base=Path(base), say=say)
             total = {"stage": number, "stages": len(recipe.stages), "steps": config.steps}
             trainer = Trainer(config, engine, examples, place, say=say, on_step=lambda entry, total=total: on_step({**entry, **total}))
@@ -88,6 +90,13 @@ def train(
     if not (folder / "adapter").exists():
         merge_adapters(adapters[-1], adapters[0], folder / "adapter", weight=recipe.average, mapper="a")
     return folder / "adapter"
+
+
+def _check_done(adapter: Path, config: TrainConfig) -> None:
+    """MinipsError where an adapter that is there already is not what this config makes."""
+    record = (read_json(adapter / "minips.json").get("training") or {}) if (adapter / "minips.json").exists() else {}
+    if record.get("config") != recorded(config):
+        raise MinipsError(f"{adapter}: is there already, and was not made by this config; use another folder")
 
 
 class Progress:
@@ -149,6 +158,8 @@ def run(args: argparse.Namespace) -> int:
         if not 1 <= args.threads <= 1024:
             raise MinipsError(f"--threads is {args.threads}, expected 1 to 1024")
         torch.set_num_threads(args.threads)
+    if args.plot:
+        require_matplotlib()
     recipe, folder = Recipe.from_file(args.config), Path(args.out or f"{DEFAULT_OUT}/{Path(args.config).stem}")
     progress = Progress(args.quiet)
 

@@ -79,7 +79,17 @@ def open_safetensors(path: str | Path) -> safe_open:
     """A safetensors file, opened on the CPU. OSError also where it is no plain file: a pipe would wait for ever."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise OSError(errno.EINVAL, "is no file")
+    with open(path, "rb") as file:
+        refuse_other_forms(path, file.read(64))
     return safe_open(path, framework="pt", device="cpu")
+
+
+def refuse_other_forms(path: str | Path, begin: bytes) -> None:
+    """MinipsError where a file begins as what is often found in place of safetensors."""
+    if begin.startswith(LFS_POINTER):
+        raise MinipsError(f"{path}: is a Git LFS pointer, the real weights were not downloaded (git lfs pull)")
+    if begin.startswith(b"PK\x03\x04"):
+        raise MinipsError(f"{path}: is a zip archive, as torch.save writes, expected safetensors")
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -250,8 +260,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
         total = path.stat().st_size
         with open(path, "rb") as file:
             begin = file.read(64)
-            if begin.startswith(LFS_POINTER):
-                raise MinipsError(f"{path}: is a Git LFS pointer, the real weights were not downloaded (git lfs pull)")
+            refuse_other_forms(path, begin)
             length = int.from_bytes(begin[:8], "little")
             if len(begin) < 8 or length > total - 8:
                 raise MinipsError(f"{path}: is not a safetensors file, or is cut short ({total} bytes)")

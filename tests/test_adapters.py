@@ -1,7 +1,10 @@
 """`python -m minips.adapters`: the release's average bit for bit, what must agree, exit codes, what `info` says."""
 
+import configparser
 import json
 import shutil
+import sysconfig
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +13,12 @@ from safetensors.torch import load_file, save_file
 from minips import MinipsError
 from minips.adapter import write_lora
 from minips.adapters import describe, main, merge_adapters
+from minips.shipped import weights_folders
 from tests.support import GOLDEN, golden_engine
 from tests.test_adapter import COMPONENTS, edit, load, made, prints, same_adapter, save, u_logits_of
+
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -174,3 +181,27 @@ def test_info_of_our_form_and_of_a_bare_lora(tmp_path):
     write_lora(adapter.lora, tmp_path / "bare")
     found = describe(tmp_path / "bare")
     assert (found["form"], found["mapper"], found["merge_options"]) == ("peft", None, None)
+
+
+def test_the_shipped_adapter_is_installed_with_the_package():
+    """`pip install .` puts it beside the environment's packages, where a program that runs in any folder finds it."""
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    packed = settings["options.data_files"]
+    for folder in ("smollm2-135m-ps", "recipes"):
+        assert packed[f"share/minips/weights/{folder}"] == f"weights/{folder}/*"
+        assert list((ROOT / "weights" / folder).iterdir())
+    assert Path(sysconfig.get_path("data")) / "share" / "minips" / "weights" in weights_folders()
+
+
+@pytest.mark.parametrize(
+    "begin, message",
+    [(b"version https://git-lfs.github.com/spec/v1", "is a Git LFS pointer"), (b"PK\x03\x04" + bytes(90), "is a zip archive")],
+)
+@pytest.mark.parametrize("name", ["mapper.safetensors", "adapter_model.safetensors"])
+def test_files_of_an_adapter_that_are_no_safetensors_are_recognised(tmp_path, name, begin, message):  # FAULTS 6, 83
+    folder = tmp_path / "adapter"
+    shutil.copytree(ROOT / "weights" / "smollm2-135m-ps", folder)
+    (folder / name).write_bytes(begin)
+    with pytest.raises(MinipsError, match=f"{name}: {message}"):
+        describe(folder)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from minips import Engine, EngineConfig, MinipsError, SamplingParams, Synthesizer, compiled, cuda_graph, sampling
+from minips import Engine, EngineConfig, MinipsError, SamplingParams, Synthesizer, compiled, compiling, cuda_graph, sampling
 from minips.cuda_graph import draw
 from minips.sampling import RowSampler
 from minips.lora import fold
@@ -84,6 +84,20 @@ def test_a_compiled_layer_is_compiled_once_for_50_lengths_on_a_cpu(capsys, count
     assert counted["stats"]["unique_graphs"] == 2 and engine.stats()["eager_steps"] == 0
     said = capsys.readouterr()
     assert said.err.count("compiling a decoder layer for") == 2 and " s\n" in said.err and not said.out
+
+
+@BACKENDS
+def test_steps_are_compiled_ahead_where_a_screen_is_to_hear_of_it(capsys, counted, monkeypatch):
+    engine, eager = compiled_engine()
+    said = []
+    monkeypatch.setattr(compiling, "say", said.append)
+    engine.graphs.compile_ahead(engine.model)
+    assert len(said) == 4 and engine.stats()["compiled_steps"] == 0
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    for prompts in ([prompt_ids(5)], [prompt_ids(n) for n in (4, 300, 7)]):
+        found = [[row.token_ids for row in each.generate_batch(prompts, params)] for each in (engine, eager)]
+        assert found[0] == found[1]
+    assert len(said) == 4 and counted["stats"]["unique_graphs"] == 2 and not capsys.readouterr().err and engine.check()
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, no_compiler])])

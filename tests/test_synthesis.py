@@ -268,3 +268,16 @@ def test_deeper_keys_depend_on_the_prefix_and_first_layer_keys_do_not():  # FAUL
         keys.append([tensor.flatten(0, 1)[slots] for tensor in engine.pool.keys])
     assert relative_error(keys[0][0], keys[1][0]) < 1e-5
     assert relative_error(keys[0][1], keys[1][1]) > 1e-2
+
+
+@pytest.mark.parametrize(
+    "prompt, params, message",
+    [(U, 5, "params is int"), (prompt_ids(3000), None, "the prompt needs"), (3.5, None, "prompt"), ([], None, "empty")],
+)
+def test_what_is_refused_leaves_the_branches_as_they_are(prompt, params, message):
+    engine = tiny_engine()
+    branches = branches_of(engine)
+    with pytest.raises(MinipsError, match=message):
+        Synthesizer(engine).generate_from_caches(branches, prompt, params)
+    assert not any(branch.closed for branch in branches) and engine.check()
+    assert Synthesizer(engine).generate_from_caches(branches, U, SamplingParams(max_tokens=3)).token_ids

@@ -19,7 +19,7 @@ from minips.config import MergeOptions
 from minips.corpus.mixture import read_examples
 from minips.distill import DistillConfig, distill
 from minips.mapper import MapperConfig
-from minips.train import main
+from minips.train import main, train
 from minips.training.config import TrainConfig
 from minips.training.curve import read_log, running_mean
 from minips.training.distributed import device_of_process
@@ -292,3 +292,16 @@ def test_weighting_by_example_is_the_mean_of_the_means():
     assert weight == 2 and loss.item() == pytest.approx(sum(alone) / 2, rel=1e-5)
     by_token, tokens = batch_loss(network, items, MergeOptions())
     assert tokens == sum(len(item.target) for item in items) and by_token.item() != pytest.approx(loss.item(), rel=1e-3)
+
+
+def test_an_adapter_that_another_config_made_is_not_taken_for_this_one_s(tmp_path):
+    engine, rows = text_engine(), tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(vars(example)) + "\n" for example in EXAMPLES), encoding="utf-8")
+    config = TrainConfig(**{**QUICK, "steps": 2, "data": [{"file": str(rows)}]})
+    made = train(config, tmp_path / "run", engine=engine)
+    assert train(config, tmp_path / "run", engine=engine) == made
+    with pytest.raises(MinipsError, match="run.adapter: is there already, and was not made by this config"):
+        train(replace(config, mapper={"kind": "linear"}), tmp_path / "run", engine=engine)
+    (tmp_path / "empty" / "adapter").mkdir(parents=True)
+    with pytest.raises(MinipsError, match="is there already"):
+        train(config, tmp_path / "empty", engine=engine)

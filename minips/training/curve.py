@@ -35,12 +35,19 @@ def running_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
     return sums
 
 
-def write_plot(stages: Sequence[Sequence[dict]], path: Path) -> None:
-    """Loss by step, stages one behind another: every step faint, the running mean over it. MinipsError without matplotlib."""
+def require_matplotlib() -> None:
+    """MinipsError where --plot could draw nothing: before a run, not behind it."""
     try:
-        from matplotlib.figure import Figure
+        import matplotlib  # noqa: F401
     except ImportError:
         raise MinipsError("--plot needs matplotlib, which is not installed; pip install matplotlib") from None
+
+
+def write_plot(stages: Sequence[Sequence[dict]], path: Path) -> None:
+    """Loss by step, stages one behind another: every step faint, the running mean over it. MinipsError without matplotlib."""
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes, first = figure.subplots(), 0
     for number, log in enumerate(stages, 1):

@@ -111,8 +111,7 @@ class Trainer:
 
     def write_adapter(self, folder: Path) -> Path:
         """The trained parts in our form, with the merge options they were trained with."""
-        config = {**self.config.as_dict(), "start": "/".join(Path(self.config.start).parts[-2:])}  # no folder of this machine
-        record = {"config": config, "steps": self.step, "examples": len(self.examples)}
+        record = {"config": recorded(self.config), "steps": self.step, "examples": len(self.examples)}
         adapter = Adapter(folder.name, self.network.mapper, self.network.adapter(), self.config.merge_options(), {"training": record})
         fingerprint = self.engine.fingerprint
         return save_adapter(adapter, folder, self.engine.config, base_fingerprint=fingerprint, base_model=self.config.model)
@@ -201,3 +200,8 @@ class Trainer:
             return
         with open(self.folder / LOG, "a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
+
+
+def recorded(config: TrainConfig) -> dict:
+    """As it stands in an adapter: without a folder of this machine."""
+    return {**config.as_dict(), "start": "/".join(Path(config.start).parts[-2:])}
