@@ -26,7 +26,18 @@ def _print(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-say: Callable[[str], None] = _print  # hears what is being compiled; the command line lets its screen hear it
+say: Callable[[str], None] = _print  # hears what is being compiled
+
+
+@contextmanager
+def heard_by(listener: Callable[[str], None]) -> Iterator[None]:
+    """Within, `listener` hears it."""
+    global say
+    before, say = say, listener
+    try:
+        yield
+    finally:
+        say = before
 
 
 def require_compiler() -> None:

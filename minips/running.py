@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from . import compiling
 from .chat import SUMMARY_PROMPT, text_prompt
 from .compiled import CompiledSteps
+from .compiling import heard_by
 from .config import SamplingParams
 from .engine import Engine
 from .errors import MinipsError, counted
@@ -45,22 +45,22 @@ class Outcome:
 
 def load(data: dict, screen: Screen, progress: bool = True) -> tuple[Engine, Synthesizer]:
     """The engine and the synthesizer of a completed workflow; one line on the screen says what was loaded."""
-    started = time.perf_counter()
-    compiling.say = screen.note
-    engine = Engine.from_pretrained(data["model"], **data["engine"], progress=progress)
-    count = number_of_parameters(engine.config)
-    name, dtype = data["model"], str(engine.dtype).removeprefix("torch.")
-    screen.note(f"{name}: {count / 1e6:.0f}M parameters, {dtype} on {engine.device}, loaded in {time.perf_counter() - started:.1f} s")
-    adapter = data["synthesizer"]["adapter"]
-    options = {**data["synthesizer"]["merge"], **FORCED_MERGE.get(data["method"], {})}
-    synthesizer = Synthesizer(engine, adapter, options=options)
-    if adapter:
-        kind = synthesizer.mapper.config.kind if synthesizer.mapper is not None else "none"
-        pairs = len(synthesizer.adapter.lora.pairs) if synthesizer.adapter.lora else 0
-        screen.note(f"adapter {adapter}: mapper {kind}, {pairs} LoRA modules")
-    if isinstance(engine.graphs, CompiledSteps):  # now, not in the middle of an answer and its speed
-        for model in (engine.model, synthesizer.model):
-            engine.graphs.compile_ahead(model)
+    with heard_by(screen.note):
+        started = time.perf_counter()
+        engine = Engine.from_pretrained(data["model"], **data["engine"], progress=progress)
+        count = number_of_parameters(engine.config)
+        name, dtype = data["model"], str(engine.dtype).removeprefix("torch.")
+        screen.note(f"{name}: {count / 1e6:.0f}M parameters, {dtype} on {engine.device}, loaded in {time.perf_counter() - started:.1f} s")
+        adapter = data["synthesizer"]["adapter"]
+        options = {**data["synthesizer"]["merge"], **FORCED_MERGE.get(data["method"], {})}
+        synthesizer = Synthesizer(engine, adapter, options=options)
+        if adapter:
+            kind = synthesizer.mapper.config.kind if synthesizer.mapper is not None else "none"
+            pairs = len(synthesizer.adapter.lora.pairs) if synthesizer.adapter.lora else 0
+            screen.note(f"adapter {adapter}: mapper {kind}, {pairs} LoRA modules")
+        if isinstance(engine.graphs, CompiledSteps):  # now, not in the middle of an answer and its speed
+            for model in (engine.model, synthesizer.model):
+                engine.graphs.compile_ahead(model)
     return engine, synthesizer
 
 
