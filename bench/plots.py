@@ -9,6 +9,7 @@ from pathlib import Path
 from measure import warm
 
 from minips import MinipsError
+from minips.command import require_matplotlib
 
 PUBLISHED = {512: 2.5, 1024: 4.8, 2048: 7.3, 4096: 11.0}  # arXiv 2606.14672: text / parallel on a GPU, four branches, by tokens a branch
 BARS = (("published (GPU)", "#999999"), ("ours", "#0072B2"), ("FLOP limit", "#E69F00"))
@@ -28,10 +29,9 @@ def bars_of(data: dict) -> dict[int, dict[str, float]]:
 
 def write_ttft_plot(path: Path, data: dict) -> None:
     """The paper's bars with ours and the limit beside them, as a PNG. MinipsError without matplotlib or without a case to draw."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MinipsError("plots need matplotlib, which is not installed; pip install matplotlib, or minips with its extra: plot") from None
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
     bars = bars_of(data)
     if not bars:
         raise MinipsError("--plot: no case with four branches, parallel and text was measured, so there is nothing to draw")

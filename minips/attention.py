@@ -143,7 +143,7 @@ class GatherAttention:
         group = q.shape[1] // self.keys[0].shape[2]
         if self._blocks(row, q.dtype):
             return block_triangle(row.past, row.count, group, q.dtype)
-        if row.reweight is None and (not self.on_cpu or self._apart(row)):
+        if self._apart(row) or not self.on_cpu and row.reweight is None:
             return None
         mask = causal_mask(row)
         if mask is None or row.reweight is not None:

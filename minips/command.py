@@ -56,3 +56,11 @@ def _silence_stdout() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         except OSError:  # not a file: nothing is flushed there
             return
+
+
+def require_matplotlib() -> None:
+    """MinipsError where nothing can be drawn; asked before a run that ends in a plot, too."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise MinipsError("plots need matplotlib, which is not installed; pip install matplotlib, or minips with its extra: plot") from None

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .command import command
+from .command import command, require_matplotlib
 from .config import DEFAULT_MODEL
 from .errors import MinipsError
 
@@ -94,8 +94,6 @@ def run(args: argparse.Namespace) -> int:
         return show_list()
     folder = Path(args.out)
     if args.plot:
-        from .training.curve import require_matplotlib
-
         require_matplotlib()
     if args.report:
         return write_out(folder, args.plot)

@@ -217,17 +217,17 @@ class KVPool:
         """Flat slots int64 [length] of the tokens that stand in `pages`, in order, on the pool's device."""
         return self.host_slots(pages, length).to(self.device)
 
-    def settle(self) -> None:
-        """Wait for the device: what is timed then is done."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     def host_slots(self, pages: list[int], length: int) -> Tensor:
         """`slots`, on the CPU."""
         assert length <= len(pages) * self.page_size, "these tokens are parked in host memory"
         table = torch.tensor(pages, dtype=torch.int64, device="cpu")
         offsets = torch.arange(self.page_size, device="cpu")
         return (table[:, None] * self.page_size + offsets).flatten()[:length]
+
+    def settle(self) -> None:
+        """Wait for the device: what is timed then is done."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def copy(self, segment: Segment, first: int, length: int) -> Segment:
         """A segment of its own (count 1) holding `length` cached tokens of `segment` from token `first` on."""

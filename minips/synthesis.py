@@ -111,16 +111,18 @@ class Synthesizer:
         consume: the branches are closed and their pages changed in place; without, the context works on copies of what it
         changes. prefix: c_sh for an empty list of branches. A merge that fails half-way closes the branches it consumed.
         """
-        engine, pool = self.engine, self.engine.pool
         branches, plan = self._plan(branches, prefix)
+        return self._merged(plan, branches, (branches[0] if branches else prefix).raw, consume)
+
+    def _merged(self, plan: Plan, branches: list[Branch], raw: bool, consume: bool) -> Context:
+        engine, pool = self.engine, self.engine.pool
         for index in plan.skipped:
-            warnings.warn(f"merge: branch {index} is empty (it stopped at once) and is skipped", stacklevel=3)
+            warnings.warn(f"merge: branch {index} is empty (it stopped at once) and is skipped", stacklevel=4)
         if not branches:
-            warnings.warn("merge: no branches were given; the context is the prefix alone", stacklevel=3)
+            warnings.warn("merge: no branches were given; the context is the prefix alone", stacklevel=4)
         copies = engine.counters["copied_tokens"]
         timings = {"rerotate": 0.0, "map": 0.0}
         consumed = branches if consume else []
-        raw = (branches[0] if branches else prefix).raw
         try:
             segments = apply_plan(plan, pool, self.rope, consumed, timings, engine.counters, self.mapper, engine.merge_kernels)
         except MinipsError:  # refused before anything was changed
@@ -178,7 +180,7 @@ class Synthesizer:
         branches, plan = self._plan(branches)
         ids = self.engine.prompts.encode(prompt, "continuation", raw=branches[0].raw)
         answer_limit(self.engine, plan.next_position, ids, params)
-        with self.merge(branches, consume=consume) as context:
+        with self._merged(plan, branches, branches[0].raw, consume) as context:
             return (yield from self._answer(context, ids, params, started))
 
     def generate_from_caches(

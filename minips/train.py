@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 
 from .adapters import merge_adapters
-from .command import command
+from .command import command, require_matplotlib
 from .corpus.mixture import load_mixture
 from .engine import Engine
 from .errors import MinipsError, brief
 from .reading import read_json
 from .training.config import TrainConfig
-from .training.curve import read_log, require_matplotlib, write_plot
+from .training.curve import read_log, write_plot
 from .training.distributed import device_of_process
 from .training.trainer import LOG, Trainer, recorded
 

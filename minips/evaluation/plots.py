@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import MinipsError
+from ..command import require_matplotlib
 from ..files import write_beside
 from .document import clean
 from .measurements import read_attention, read_sweep
@@ -43,11 +43,10 @@ def write_plots(folder: str | Path) -> list[Path]:
 
     Raises MinipsError without matplotlib, and where a file of the folder is broken.
     """
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MinipsError("plots need matplotlib, which is not installed; pip install matplotlib, or minips with its extra: plot") from None
+    require_matplotlib()
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
     folder, written = Path(folder), []
     tables = summarise(read_rows(folder))["tables"] if (folder / PREDS).exists() else []
     sweep, attention = read_sweep(folder) or [], (read_attention(folder) or {}).get("sweep", [])

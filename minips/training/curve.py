@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..command import require_matplotlib
 from ..errors import MinipsError
 from ..files import write_beside
 
@@ -33,14 +34,6 @@ def running_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
         total += value - (values[at - window] if at >= window else 0.0)
         sums.append(total / min(at + 1, window))
     return sums
-
-
-def require_matplotlib() -> None:
-    """MinipsError where --plot could draw nothing: before a run, not behind it."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise MinipsError("--plot needs matplotlib, which is not installed; pip install matplotlib") from None
 
 
 def write_plot(stages: Sequence[Sequence[dict]], path: Path) -> None:
